@@ -1,8 +1,8 @@
-"""What torch_ext.save(..., states="at_rest") puts into its file, and what of it torch_ext.load makes again.
+"""Converts an object to what torch_ext.save(..., states="at_rest") writes to its file, and back.
 
-torch.save writes a dict: under "torch_ext.at_rest" the version, under "names" and "records" each tensor's place in the
-object and its record, and under "object" the object with {"torch_ext.tensor": index} in the places of its tensors. So
-the file is one that torch.load reads, with checksums of its records, and holds plain values only.
+torch.save writes a dict. "torch_ext.at_rest" is the version of the format. "names" and "records" hold each tensor's
+path in the object and its record (`record`). "object" is the object with each tensor replaced by
+{"torch_ext.tensor": index}. So torch.load can read the file, the archive has checksums, and it holds plain values only.
 """
 
 import copy
@@ -23,8 +23,8 @@ from torch_ext.tensors import dense
 KEY = "torch_ext.at_rest"
 _TENSOR = "torch_ext.tensor"
 _VERSION = 1
-_LEAST = 64  # elements of a tensor that gets a record; torch.save writes smaller ones
-_HEAD = 32  # elements by which the weight beside a master is found
+_LEAST = 64  # elements of the smallest tensor that gets a record; torch.save writes smaller ones
+_HEAD = 32  # number of first elements that are compared to find a master's weight
 
 
 class _Found(NamedTuple):
@@ -33,7 +33,7 @@ class _Found(NamedTuple):
 
 
 def pack(obj: Any, compress: bool) -> dict[str, Any]:
-    """What to hand to torch.save."""
+    """Returns the dict to be written by torch.save."""
     found: list[_Found] = []
     places: dict[Any, dict[str, int]] = {}
 
@@ -56,25 +56,27 @@ def pack(obj: Any, compress: bool) -> dict[str, Any]:
 
 
 def _packs(t: Tensor) -> bool:
-    """Whether a tensor gets a record: others are left to torch.save."""
+    """Whether a tensor gets a record; torch.save writes other tensors."""
     ours = type(t) in (Tensor, torch.nn.Parameter) or isinstance(t, DecodingTensor | LargeTensor | dense.SharingTensor)
     return ours and t.layout is torch.strided and not t.is_quantized and t.numel() >= _LEAST and not t.is_meta
 
 
 def _identity(t: Tensor) -> Any:
+    """Returns a key that is equal for tensors with the same content in the same memory: these share one record."""
     if isinstance(t, DecodingTensor):
-        return id(t)  # `found` holds it
+        return id(t)  # `found` in pack keeps the tensor alive, so that its id stays unique
     return t.data_ptr(), t.dtype, t.shape, t.stride(), t.device
 
 
 def _mapped(obj: Any, of: Callable[[str, Any], Any], name: str = "") -> Any:
-    """A copy in which the values of plain containers, at any depth, are what `of` says of their names and them."""
+    """Returns a copy of plain containers, nested to any depth, with each value replaced by `of(name, value)`. A dict
+    that has one of our own keys is passed to `of` as a value."""
     if isinstance(obj, dict):
         if _TENSOR in obj or KEY in obj:
             return of(name, obj)
         if type(obj) not in (dict, OrderedDict):
             return obj
-        made = copy.copy(obj)  # with what state dicts of modules have as attributes
+        made = copy.copy(obj)  # keeps the attributes that a module's state dict has
         for key, value in obj.items():
             made[key] = _mapped(value, of, f"{name}.{key}" if name else str(key))
         return made
@@ -84,15 +86,16 @@ def _mapped(obj: Any, of: Callable[[str, Any], Any], name: str = "") -> Any:
 
 
 def _weights(found: list[_Found]) -> dict[Any, list[int]]:
-    """Indices of the tensors that may be the weight beside a master, by shape and first elements."""
+    """Returns the indices of the tensors that may be the weight of a master, by `_lookup_key`."""
     weights: dict[Any, list[int]] = {}
     for index, (_, t) in enumerate(found):
         if t.dtype == torch.bfloat16 and not isinstance(t, DecodingTensor) and dense.is_dense(t):
-            weights.setdefault(_look(t), []).append(index)
+            weights.setdefault(_lookup_key(t), []).append(index)
     return weights
 
 
-def _look(t: Tensor) -> Any:
+def _lookup_key(t: Tensor) -> Any:
+    """Returns shape, strides and first elements, rounded to bf16: equal for a master and its weight."""
     head = t.detach().as_subclass(Tensor).as_strided((_HEAD,), (1,), t.storage_offset()).to(torch.bfloat16)
     return tuple(t.shape), t.stride(), tuple(head.view(torch.int16).tolist())
 
@@ -110,10 +113,10 @@ def _record(t: Tensor, compress: bool, found: list[_Found], weights: dict[Any, l
 
 
 def _weight_of(t: Tensor, found: list[_Found], weights: dict[Any, list[int]]) -> int | None:
-    """The tensor to which t rounds, where it is an fp32 master."""
+    """Returns the index of the bf16 tensor that t rounds to; None if t is no fp32 master or there is no such tensor."""
     if t.dtype != torch.float32 or isinstance(t, DecodingTensor) or not dense.is_dense(t):
         return None
-    candidates = weights.get(_look(t), ())
+    candidates = weights.get(_lookup_key(t), ())
     rounded = dense.flat(t).view(-1).to(torch.bfloat16).view(torch.int16) if candidates else t
     for index in candidates:
         weight = dense.flat(found[index].tensor.detach()).view(-1)
@@ -130,7 +133,8 @@ def is_packed(obj: Any) -> bool:
 
 
 def unpack(packed: dict[str, Any]) -> Any:
-    """The object. ValueError, naming a tensor, where it is damaged. Tensors are where the records are."""
+    """Returns the object that `pack` was given. Raises ValueError, with the name of a tensor, if it is damaged. Each
+    tensor is on the device of its record."""
     if packed[KEY] != _VERSION:
         raise ValueError(f"it has version {packed[KEY]!r} of states at rest; this torch_ext reads {_VERSION}")
     names, records = packed["names"], packed["records"]
@@ -162,13 +166,13 @@ def _unpacked(raw: Tensor, name: str, weight_at: record.WeightAt) -> Tensor:
 
 
 def head_of(raw: Tensor) -> bytes:
-    """Of a record, all that `record_header.parse` reads."""
+    """Returns the beginning of a record, as `record_header.parse` takes it."""
     begin = raw[:64].numpy().tobytes()
     return raw[: record_header.head_bytes(begin)].numpy().tobytes()
 
 
 def _filled(obj: Any, tensor: Callable[[int], Tensor]) -> Any:
-    """In place, but for tuples."""
+    """Replaces each {"torch_ext.tensor": index} by its tensor. Changes dicts in place; copies lists and tuples."""
     if isinstance(obj, dict):
         if _TENSOR in obj:
             return tensor(obj[_TENSOR])
@@ -181,13 +185,13 @@ def _filled(obj: Any, tensor: Callable[[int], Tensor]) -> Any:
 
 
 def described(packed: dict[str, Any]) -> Iterator[tuple[str, record_header.Record]]:
-    """Each tensor's name and its record's header."""
+    """Yields each tensor's name and the header of its record."""
     for name, raw in zip(packed["names"], packed["records"], strict=True):
         yield name, record_header.parse(head_of(raw))
 
 
 def names_of(obj: Any) -> list[str]:
-    """The names of the tensors of what torch.load returned, in the order in which torch.save numbers their memory."""
+    """Returns the names of the tensors in what torch.load returned, in the order of torch.save's storage numbers."""
     if is_packed(obj):
         return [*obj["names"], *names_of(obj["object"])]
     names: dict[int, str] = {}
@@ -197,7 +201,7 @@ def names_of(obj: Any) -> list[str]:
 
 
 def tensors_of(obj: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Those in plain containers at any depth, with their places in them."""
+    """Yields the tensors in plain containers, nested to any depth, with their paths."""
     if isinstance(obj, Tensor):
         yield name, obj
     elif isinstance(obj, dict | list | tuple):

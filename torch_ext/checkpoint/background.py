@@ -1,4 +1,4 @@
-"""Saving beside the training: `AsyncSaver`."""
+"""`AsyncSaver`, which saves while training goes on."""
 
 import contextlib
 import os
@@ -9,11 +9,11 @@ from typing import Any
 from torch_ext.checkpoint import files
 from torch_ext.checkpoint.snapshot import Buffers
 
-_NICE = 19  # of the thread that writes: the least that the system gives
+_NICE = 19  # the writing thread's nice value: the lowest priority on Linux
 
 
 class AsyncSaver:
-    """`torch_ext.save` by a thread of its own, which leaves the processors to the training.
+    """Runs `torch_ext.save` in a thread of lowest priority while training goes on.
 
         with torch_ext.AsyncSaver(states="at_rest") as saver:
             for step, batch in enumerate(batches):
@@ -21,41 +21,42 @@ class AsyncSaver:
                 if step % 1000 == 0:
                     saver.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "checkpoint.pt")
 
-    The state is copied into host memory, which is allocated by the first save and used again: what it takes at rest,
-    once. Training goes on when it is copied. A file is whole or the former one, whenever the process is killed. Signal
-    handlers and other threads may save while a save is under way: they have memory of their own then.
+    `save` returns once the state is copied into host memory. The first save allocates that memory, as much as the state
+    takes in its stored form, and later saves use it again. If the process is killed, the file is either the previous
+    one or the complete new one. Signal handlers and other threads may call `save` during a save; they get memory of
+    their own.
 
-    states, compress: as of `torch_ext.save`.
+    states, compress: as for `torch_ext.save`.
     """
 
     def __init__(self, *, states: str = "logical", compress: bool = True) -> None:
         files.refuse_form(states)
         self._states, self._compress = states, compress
         self._free: list[Buffers] = []
-        self._running: list[tuple[threading.Thread, Buffers]] = []  # what is written from, and by whom
+        self._running: list[tuple[threading.Thread, Buffers]] = []  # each writing thread, and the copy that it writes
         self._failed: tuple[str, BaseException] | None = None
         self._closed = False
 
     @property
     def nbytes(self) -> int:
-        """Of the host memory that it keeps."""
+        """Size of the host memory that this object keeps."""
         return sum(buffers.nbytes for buffers in (*self._free, *(buffers for _, buffers in self._running)))
 
     def save(self, obj: Any, path: str | os.PathLike[str]) -> None:
-        """Saves `obj` to the file `path`. Comes back when it is copied; waits for the save before to end.
+        """Saves `obj` to the file `path`. Waits for the previous save to end; returns once `obj` is copied.
 
-        Raises what `wait` raises, and then nothing was begun. RuntimeError after `close`.
+        Raises the errors of `wait`, in which case no new save was started. Raises RuntimeError after `close`.
         """
         if self._closed:
             raise RuntimeError("AsyncSaver.save() after close(): make another one")
         self.wait()
-        path = os.path.abspath(path)  # the thread may find another working directory
+        path = os.path.abspath(path)  # the working directory may change before the thread uses it
         try:
-            buffers = self._free.pop()  # nobody else's until it is written
+            buffers = self._free.pop()  # no other save may use them until this one is written
         except IndexError:
             buffers = Buffers()
         copied = buffers.take(obj)
-        # no daemon: a program that ends waits for its last checkpoint
+        # not a daemon thread: at its end the program waits for the last checkpoint
         thread = threading.Thread(target=self._write, args=(copied, path), name=f"torch_ext saves {path}")
         thread.start()
         self._running.append((thread, buffers))
@@ -68,11 +69,11 @@ class AsyncSaver:
             self._failed = path, error
 
     def wait(self) -> None:
-        """Until the save is on the disk. RuntimeError, naming the file and caused by what was raised, where it failed;
-        the former file is there then."""
+        """Waits until the save is on the disk. Raises RuntimeError, with the file's name and the original error as its
+        cause, if the save failed; the previous file is still there then."""
         for entry in list(self._running):
             entry[0].join()
-            with contextlib.suppress(ValueError):  # another thread waited for it, too, and was quicker
+            with contextlib.suppress(ValueError):  # another thread that also waited has removed it already
                 self._running.remove(entry)
                 self._free = [entry[1]]
         if self._failed is not None:
@@ -80,7 +81,7 @@ class AsyncSaver:
             raise RuntimeError(f"saving {path} failed: {type(error).__name__}: {error}") from error
 
     def close(self) -> None:
-        """`wait`, and gives the memory back. May be called again."""
+        """Waits as `wait` does, then frees the memory. May be called again."""
         self._closed = True
         try:
             self.wait()
@@ -97,6 +98,6 @@ class AsyncSaver:
 
 
 def yield_to_others() -> None:
-    """The calling thread, and those that it starts, run when others do not need the processor."""
-    with contextlib.suppress(OSError, AttributeError):  # threads have priorities of their own on Linux
+    """Gives the calling thread, and threads that it starts, the lowest priority for the processor."""
+    with contextlib.suppress(OSError, AttributeError):  # only on Linux does a thread have a priority of its own
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, a file or a folder: of each tensor its form, dtypes and bytes, and whether it is whole."""
+"""Lists the contents of a checkpoint file or folder: each tensor's form, dtypes and bytes, and any damage."""
 
 import os
 from collections.abc import Iterator
@@ -14,22 +14,23 @@ from torch_ext.checkpoint.load_weights import read
 
 
 class Row(NamedTuple):
-    """A tensor, or the parts of one; or an object that is none."""
+    """One key of a checkpoint: a tensor (all of its parts together), an object that is no tensor, or a weight file."""
 
     key: str
     form: str
-    """ "logical", the forms of `record`, "object"; of incremental weights "full", "delta"."""
+    """ "logical", "object", or a form of `record_header`; for incremental weights "full" or "delta"."""
     dtype: str
     stored: str
     shape: tuple[int, ...]
     plain_bytes: int
-    """Of its values, in `dtype`."""
+    """Size of the values in `dtype`."""
     nbytes: int
-    """In the file."""
+    """Size in the file."""
 
 
 class Contents(NamedTuple):
-    """rows: by key. damage: what is wrong; checked: whether there are checksums of everything."""
+    """The contents of a checkpoint. rows: sorted by key. damage: messages, one for each defect. checked: whether
+    everything in the checkpoint has a checksum."""
 
     rows: list[Row]
     damage: list[str]
@@ -38,23 +39,24 @@ class Contents(NamedTuple):
 
 
 def contents_of(path: str | os.PathLike[str], check: bool = True) -> Contents:
-    """ValueError, naming it, where it cannot be read at all; FileNotFoundError where there is none.
+    """Returns the contents of a checkpoint. Raises ValueError, with its name, if it cannot be read at all, and
+    FileNotFoundError if it does not exist.
 
-    check: compares all checksums, which reads everything.
+    check: compares all checksums, which reads all data.
     """
     path = Path(path)
     if path.is_dir():
         of_weights = any(map(weight_files.chain_in, os.listdir(path)))
-        return _of_weights(path) if of_weights else _of_folder(path, check)
+        return _contents_of_weights(path) if of_weights else _contents_of_folder(path, check)
     try:
         loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except OSError:
         raise
-    except Exception as error:  # for data that is not torch.save's, torch raises any kind of error
+    except Exception as error:  # torch may raise any error for data that torch.save did not write
         raise ValueError(f"{path} is no checkpoint that can be read ({summary(error)})") from error
     packed = at_rest_file.is_packed(loaded)
-    rows = list(_of_object(loaded["object"] if packed else loaded))
-    rows += list(_of_records(loaded)) if packed else []
+    rows = list(_rows_of_object(loaded["object"] if packed else loaded))
+    rows += list(_rows_of_records(loaded)) if packed else []
     return Contents(sorted(rows), _damage_in(path, loaded) if check else [], True, path.stat().st_size)
 
 
@@ -64,7 +66,7 @@ def _damage_in(path: Path, loaded: Any) -> list[str]:
         with open(path, "rb") as file:
             if (damaged := damaged_record(file)) is not None:
                 found.append(f"its record {damaged!r} has another checksum")
-    except Exception as error:  # for data that is no archive, zipfile raises any kind of error
+    except Exception as error:  # zipfile may raise any error for data that is no archive
         found.append(f"its archive cannot be read ({summary(error)})")
     if at_rest_file.is_packed(loaded):
         for name, raw in zip(loaded["names"], loaded["records"], strict=True):
@@ -79,8 +81,8 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _of_object(obj: Any) -> Iterator[Row]:
-    """The tensors that torch.save wrote."""
+def _rows_of_object(obj: Any) -> Iterator[Row]:
+    """Yields a row for each tensor that torch.save wrote as such."""
     for name, t in at_rest_file.tensors_of(obj):
         yield _logical(name, t.dtype, tuple(t.shape), t.nbytes)
 
@@ -89,7 +91,7 @@ def _logical(key: str, dtype: torch.dtype, shape: tuple[int, ...], nbytes: int) 
     return Row(key, "logical", _name(dtype), _name(dtype), shape, prod(shape) * dtype.itemsize, nbytes)
 
 
-def _of_records(packed: dict[str, Any]) -> Iterator[Row]:
+def _rows_of_records(packed: dict[str, Any]) -> Iterator[Row]:
     for name, found in at_rest_file.described(packed):
         yield _at_rest(name, found, found.nbytes)
 
@@ -99,8 +101,8 @@ def _at_rest(key: str, found: record_header.Record, nbytes: int) -> Row:
     return Row(key, found.form, _name(found.dtype), found.stored, found.shape, plain, nbytes)
 
 
-def _of_weights(path: Path) -> Contents:
-    """What IncrementalWeights saved, of all runs; each file is a row, and is read."""
+def _contents_of_weights(path: Path) -> Contents:
+    """Lists a folder of IncrementalWeights, with all of its runs. Each file is one row. Every file is read."""
     rows, damage = [], []
     names = os.listdir(path)
     for chain in weight_files.chains_of(names):
@@ -118,7 +120,7 @@ def _of_weights(path: Path) -> Contents:
     return Contents(rows, damage, True, sum(row.nbytes for row in rows))
 
 
-def _of_folder(path: Path, check: bool) -> Contents:
+def _contents_of_folder(path: Path, check: bool) -> Contents:
     from torch_ext.checkpoint import folder_items, folder_metadata
     from torch_ext.checkpoint.dcp_reader import CheckpointReader
     from torch_ext.checkpoint.item_tensors import header_of

@@ -1,10 +1,11 @@
-"""Writing folders of torch.distributed.checkpoint: atomically, and with checksums of every byte.
+"""Writes folders of torch.distributed.checkpoint atomically, with checksums of every byte.
 
-A checkpoint is `.metadata`, which names the data files, one of each rank, and where in them each item is. torch
-overwrites them in place, so that of a save that is killed neither the former checkpoint nor the new one is left, and
-compares no checksum. Here the files of each save have names of their own, `.metadata` is replaced when all of them are
-durable, and then the former files are removed (`folder`). `.metadata` has a checksum of each item and of itself; each
-data file ends in its name, which shows files of another save or rank. torch's own reader reads these folders, too.
+A checkpoint consists of one data file per rank and `.metadata`, which says where in the data files each item is. The
+writer of torch overwrites these files in place: if a save is killed, neither the previous nor the new checkpoint is
+left. Nor does torch compare checksums. Here the data files of each save have unique names. `.metadata` is replaced once
+they are all durable, and then the previous files are removed (`folder`). `.metadata` has a checksum of each item and of
+itself. Each data file ends with its own name, so that files of another save or rank are detected. torch's own reader
+can read these folders, too.
 """
 
 import dataclasses
@@ -34,28 +35,29 @@ from torch_ext.checkpoint.snapshot import Buffers
 class CheckpointWriter(FileSystemWriter):
     """`storage_writer=` of torch.distributed.checkpoint.save and async_save.
 
-    path: a folder, which is made; one that has a checkpoint is overwritten, and until the new one is complete holds the
-        former. Needs the disk space of both; OSError, with what was needed and what is free, where there is less. What
-        a save that failed or was killed left there the next one removes.
+    path: a folder; created if it does not exist. A checkpoint in it is replaced once the new one is complete, so the
+        disk needs room for both. Raises OSError, with the needed and free bytes, if it has less. Files of a failed or
+        killed save are removed by the next save.
 
-    states, compress: as of `torch_ext.save`. "at_rest" stores masters beside the checkpoint's weights, and only
-        CheckpointReader reads it; what it loads, and into what, are as with "logical".
+    states, compress: as for `torch_ext.save`. "at_rest" stores a master as what its weight in the checkpoint lacks.
+        Only CheckpointReader reads that. It loads the same values, into the same targets, as from "logical".
 
-    One save at a time: RuntimeError, naming who has the folder, where another process saves to it. Where the file
-    system has no locks either save may be refused when it ends; the checkpoint that is there is always whole.
+    Only one save at a time: raises RuntimeError, naming the holder of the folder, if another process saves to it. On a
+    file system without locks, either of two saves may raise at its end; the checkpoint in the folder is always
+    complete.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, states: str = "logical", compress: bool = True) -> None:
         refuse_form(states)
         super().__init__(path)
         self._at_rest, self._compress = states == "at_rest", compress
-        self._begun: weakref.finalize | None = None  # on the coordinator, until the save is complete
-        self._staged: Buffers | None = None  # of the asynchronous save that is under way
-        self._staging: list[Buffers] = []  # of one that was written
+        self._begun: weakref.finalize | None = None  # withdraws the current save; only on the coordinator
+        self._staged: Buffers | None = None  # the copy that the current asynchronous save writes
+        self._free_buffers: list[Buffers] = []  # memory of a copy that has been written, for the next one
 
     def __getstate__(self) -> dict[str, Any]:
-        """For the process of an async_save, which begins a save of its own."""
-        return self.__dict__ | {"_begun": None, "_staged": None, "_staging": []}
+        """Returns the state for async_save's process, in which the writer begins a save of its own."""
+        return self.__dict__ | {"_begun": None, "_staged": None, "_free_buffers": []}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._give_up()
@@ -70,7 +72,8 @@ class CheckpointWriter(FileSystemWriter):
     def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
         folder, save_id = Path(self.path), self.save_id
         checkpoint_folder.begin(folder, save_id)
-        # At the latest when this object is deleted: when the save fails on another rank, nobody tells this one.
+        # If the save fails on another rank, this rank is not told. So the save is withdrawn at the latest when this
+        # object is deleted.
         self._begun = weakref.finalize(self, _withdraw, folder, save_id, os.getpid())
         return [
             dataclasses.replace(plan, storage_data=_StoragePrefix(checkpoint_folder.prefix(rank, save_id)))
@@ -88,7 +91,7 @@ class CheckpointWriter(FileSystemWriter):
             refuse_full(error, f"rank {self.rank or 0}'s file in {self.path}", needed, self.path)
             raise
         if self._staged is not None:
-            self._staging, self._staged = [self._staged], None
+            self._free_buffers, self._staged = [self._staged], None
         future: Future[list[WriteResult]] = Future()
         future.set_result(written)
         return future
@@ -109,7 +112,7 @@ class CheckpointWriter(FileSystemWriter):
         begin, file.crc32 = file.size, 0
         data = planner.resolve_data(item)
         if item.type == WriteItemType.BYTE_IO:
-            file.write(data.getvalue())  # see ItemRecords
+            file.write(data.getvalue())  # not getbuffer(): see ItemRecords
             file.check()
         else:
             refuse_layout(data, item.index.fqn, TypeError)
@@ -147,26 +150,27 @@ class CheckpointWriter(FileSystemWriter):
             self._begun = None
 
     def _give_up(self) -> None:
-        """Removes the files of the save that this object began, if it is not complete."""
+        """Removes the files of this object's current save, if it is not complete."""
         if self._begun is not None:
             self._begun()
             self._begun = None
 
     def stage(self, state_dict: Any) -> Any:
-        """Copies state as it is stored, which is less than what will be written. A writer that saves again, to another
-        checkpoint_id, uses the memory of its last copy, if that was written."""
-        buffers = self._staging.pop() if self._staging else Buffers()
+        """Copies the state to host memory for an asynchronous save. State is copied in its stored form, which takes
+        less than the data to be written. A later save of this writer, which may be to another checkpoint_id, uses the
+        memory of its last copy again, if that has been written."""
+        buffers = self._free_buffers.pop() if self._free_buffers else Buffers()
         self._staged = buffers
         return buffers.take(state_dict)
 
 
 def _withdraw(folder: Path, save_id: str, process: int) -> None:
-    if process == os.getpid():  # not in a fork of it, which has a copy of the writer
+    if process == os.getpid():  # a forked process has a copy of the writer and must not remove the files
         checkpoint_folder.withdraw(folder, save_id)
 
 
 def _nbytes(item: Any) -> int:
-    """Of a tensor's elements; of other objects it is not known: 0."""
+    """Returns the bytes of an item's tensor elements; 0 for other objects, whose size is unknown."""
     if item.tensor_data is None:
         return 0
     return int(item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize)

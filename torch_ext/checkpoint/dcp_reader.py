@@ -1,5 +1,5 @@
-"""Reading folders of torch.distributed.checkpoint: everything is checked before the first tensor is written to, and
-nothing in them is executed."""
+"""Reads folders of torch.distributed.checkpoint: checks everything before it writes to the first tensor, and executes
+no code in the files."""
 
 import dataclasses
 import io
@@ -22,24 +22,24 @@ from torch_ext.checkpoint.item_tensors import ItemTensors
 from torch_ext.native import warning
 from torch_ext.optim.state import missing_keys
 
-_TRIES = 20  # to find the files of a checkpoint that other saves replace meanwhile
+_TRIES = 20  # times that `.metadata` is read again because another save has removed the files it names
 
 
 class CheckpointReader(FileSystemReader):
-    """`storage_reader=` of torch.distributed.checkpoint.load, which checks all that a rank will read before the first
-    tensor is written to: ValueError, naming the file and a key, where something is missing, truncated, damaged, of
-    another save, or replaced meanwhile. Reads folders of torch's own writer and of earlier versions too, with a warning
-    that there are no checksums.
+    """`storage_reader=` of torch.distributed.checkpoint.load. Before it writes to the first tensor, it checks all data
+    that this rank will read. Raises ValueError, with the file and a key, if something is missing, truncated, damaged,
+    of another save, or replaced during the load. It also reads folders of torch's own writer and of earlier versions of
+    torch_ext, and warns if there are no checksums.
 
-    It also loads into an optimizer of ours what torch.optim.AdamW saved, an optimizer without masters, or one that did
-    not know the names of its parameters: masters become the checkpoint's weights in fp32, options that it lacks stay as
-    they are.
+    It can load checkpoints of torch.optim.AdamW, of an optimizer without master weights, or of one without parameter
+    names into an optimizer of torch_ext. Masters become the checkpoint's weights in fp32. Options that the checkpoint
+    lacks stay unchanged.
 
     path: the folder.
-    weights_only: objects that are no tensors are read as torch.load(weights_only=True) does, and those of other classes
-        refused (see torch.serialization.add_safe_globals). False reads everything as torch.distributed.checkpoint does,
-        which executes whatever the files say.
-    check: False compares no checksums, which reads everything once less.
+    weights_only: reads objects other than tensors as torch.load(weights_only=True) does, and raises ValueError for
+        other classes (see torch.serialization.add_safe_globals). False reads everything as torch.distributed.checkpoint
+        does, which executes code in the files.
+    check: compares checksums. False skips that, which saves one read of all data.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, weights_only: bool = True, check: bool = True) -> None:
@@ -52,8 +52,8 @@ class CheckpointReader(FileSystemReader):
         for stream in self._streams.values():
             stream.close()
         self._streams = {}
-        self._checked: dict[Any, bytes | None] = {}  # by the index of an item: bytes where it is no tensor
-        self._metadata_crc = 0  # of the `.metadata` that was read, which ranks compare
+        self._checked: dict[Any, bytes | None] = {}  # index of a checked item -> its bytes, None if it is a tensor
+        self._metadata_crc = 0  # checksum of `.metadata`: ranks compare it, as another save may have replaced the file
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._close()
@@ -74,7 +74,7 @@ class CheckpointReader(FileSystemReader):
                 raise ValueError(f"{file} {error}") from error
             before, raw = raw, file.read_bytes()
             if raw == before or all((file.parent / name).exists() for name in _files_of(metadata)):
-                break  # else a save removed them after it was read
+                break  # else another save removed files after `.metadata` was read: use the new `.metadata`
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -116,7 +116,7 @@ class CheckpointReader(FileSystemReader):
             for item in plan.items:
                 if item.type != LoadItemType.BYTE_IO:
                     refuse_layout(planner.resolve_tensor(item), item.storage_index.fqn, ValueError)
-            self._check_items(plan.items)  # of which a planner may have given this rank more than it asked for
+            self._check_items(plan.items)  # the planner may have added items after prepare_local_plan
             for item in plan.items:
                 self._read(item, planner)
         finally:
@@ -126,7 +126,7 @@ class CheckpointReader(FileSystemReader):
         return future
 
     def _check_items(self, items: list[Any]) -> None:
-        """Checks items that have not been checked, and reads those that are no tensors."""
+        """Checks the items that have not been checked yet. Reads those that are no tensors."""
         for item in items:
             index = item.storage_index
             if index in self._checked:
@@ -138,7 +138,7 @@ class CheckpointReader(FileSystemReader):
                     self._checked[weight] = self._check_item(weight, False)
 
     def _check_item(self, index: Any, is_bytes: bool) -> bytes | None:
-        """The bytes of one that is no tensor."""
+        """Checks one item. Returns its bytes if it is no tensor, else None. Raises ValueError if it is damaged."""
         if index not in self.storage_data:
             raise ValueError(f"{self.path}: .metadata does not say where {index.fqn!r} is, from {index.offset} on")
         info = self.storage_data[index]
@@ -172,7 +172,7 @@ class CheckpointReader(FileSystemReader):
         return file, self._slice(index, stream)
 
     def _slice(self, index: Any, stream: IO[bytes]) -> Any:
-        """A stream of the item's bytes alone."""
+        """Returns a stream of the item's bytes alone, with torch's transforms (compression) undone."""
         info = self.storage_data[index]
         view: Any = io.BufferedReader(folder_items.FileSlice(stream, info.offset, info.length))
         if not info.transform_descriptors:
@@ -182,7 +182,8 @@ class CheckpointReader(FileSystemReader):
         return transformed if transformed.seekable() else io.BytesIO(transformed.read(-1))
 
     def _stream(self, name: str) -> tuple[Path, IO[bytes]]:
-        """A data file, which stays open, for a later save may remove it. Of too many the first one is closed."""
+        """Returns a data file's path and stream. Files stay open, since another save may remove them. If a quarter of
+        the process's limit is open, the oldest is closed."""
         file = Path(self.path) / name
         if name not in self._streams:
             if self._streams and len(self._streams) >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4:
@@ -195,7 +196,7 @@ class CheckpointReader(FileSystemReader):
 
 
 def _files_of(metadata: Any) -> dict[str, list[tuple[int, str]]]:
-    """By data file: where each of its items ends, and its key."""
+    """Returns, for each data file, the end offset and the key of each of its items."""
     files: dict[str, list[tuple[int, str]]] = {}
     for index, info in metadata.storage_data.items():
         files.setdefault(info.relative_path, []).append((info.offset + info.length, index.fqn))

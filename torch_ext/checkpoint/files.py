@@ -1,4 +1,4 @@
-"""Checkpoints in one file: a save that is cut short at any moment leaves the former file as it was."""
+"""`save` and `load` of checkpoints in one file. An interrupted save leaves the previous file unchanged."""
 
 import contextlib
 import errno
@@ -25,23 +25,24 @@ FORMS = ("logical", "at_rest")
 
 
 def save(obj: Any, path: str | os.PathLike[str], *, states: str = "logical", compress: bool = True) -> None:
-    """torch.save of `obj`, and `path` is at every moment either the file that was there before or all of the new one.
+    """Saves `obj` as torch.save does, but atomically: `path` is always either the previous file or the complete new
+    one.
 
-    Written beside it (`.NAME.*.unfinished`), synced, and renamed. What a process that was killed left there is removed
-    by the next save to the same path. As with torch.save a symbolic link stays one, to the file that is
-    replaced; that file's mode, owner (where this process may give it away) and extended attributes stay; into a device
-    or a FIFO is written as it is. Other hard links keep the former file. One process saves to a path: under strategies
-    optim and optim_grads, rank 0 what consolidate_state_dict(to=0) returned.
+    The data is written to `.NAME.*.unfinished` in the same folder, synced and renamed to `path`. If the process is
+    killed, the next save to the same path removes the unfinished file. As with torch.save, a symbolic link stays one
+    and its target is replaced. The new file keeps the target's mode, owner (if this process may set it) and extended
+    attributes. A device or a FIFO is written directly. Other hard links keep the previous file. Only one process may
+    save to a path: under strategies optim and optim_grads rank 0 saves the result of consolidate_state_dict(to=0).
 
     states: how tensors are written.
-        "logical": as torch.optim has them; torch.load reads the file.
-        "at_rest": every bit as it is stored: moments in their codes and scales, an fp32 master as the 16 bits that its
-            bf16 weight in `obj` lacks. `torch_ext.load` reads it, and returns the same as of a logical one.
-    compress: entropy-codes what is at rest, without loss: bf16 weights take 1.32 bytes, say. A logical file is
+        "logical": as in torch.optim's state dicts; torch.load can read the file.
+        "at_rest": as they are stored, without loss: moments as their codes and scales, an fp32 master weight as the 16
+            bits that its bf16 weight in `obj` lacks. `torch_ext.load` reads the file, with the same result.
+    compress: entropy-codes "at_rest" data without loss; trained bf16 weights take about 1.32 bytes. A logical file is
         never compressed.
 
-    OSError, with what was needed and what is free, where the disk is full; as open() where there is no such folder, or
-    the path is a folder or may not be written to.
+    Raises OSError, with the needed and free bytes, if the disk is full, and the errors of open() if the folder does not
+    exist, or `path` is a folder or not writable.
     """
     refuse_form(states)
     path = os.path.realpath(os.fsdecode(path))
@@ -53,7 +54,7 @@ def save(obj: Any, path: str | os.PathLike[str], *, states: str = "logical", com
             torch.save(obj, there)
         return
     folder, name = os.path.split(path)
-    file = _begin(folder, _stem(folder, name), former)
+    file = _begin(folder, _unfinished_prefix(folder, name), former)
     try:
         with file:
             file.put(obj)
@@ -85,20 +86,20 @@ def _former(path: str) -> os.stat_result | None:
 
 
 def _copy_attributes(path: str, former: os.stat_result, descriptor: int) -> None:
-    """Those of the former file that torch.save would not have changed."""
+    """Copies mode, owner and extended attributes of the previous file, which torch.save would have left unchanged."""
     mine = os.fstat(descriptor)
     if (former.st_uid, former.st_gid) != (mine.st_uid, mine.st_gid):
         with contextlib.suppress(OSError):
             os.fchown(descriptor, former.st_uid, former.st_gid)
     os.fchmod(descriptor, stat.S_IMODE(former.st_mode))
-    with contextlib.suppress(OSError):  # there are file systems without them
+    with contextlib.suppress(OSError):  # some file systems have no extended attributes
         for name in os.listxattr(path):
             with contextlib.suppress(OSError):
                 os.setxattr(descriptor, name, os.getxattr(path, name))
 
 
-def _stem(folder: str, name: str) -> str:
-    """How the names of a path's unfinished files begin. A long name is hashed, so that theirs are not too long."""
+def _unfinished_prefix(folder: str, name: str) -> str:
+    """Returns the prefix of the unfinished files' names. A long `name` is hashed to stay within the length limit."""
     rest = len(f"..{secrets.token_hex(8)}{_UNFINISHED}")
     if len(os.fsencode(name)) + rest > os.pathconf(folder, "PC_NAME_MAX"):
         name = hashlib.sha256(os.fsencode(name)).hexdigest()[:32]
@@ -106,13 +107,13 @@ def _stem(folder: str, name: str) -> str:
 
 
 def _begin(folder: str, stem: str, former: os.stat_result | None) -> NewFile:
-    """A new unfinished file, locked. Those of saves that have ended are removed."""
+    """Creates and locks a new unfinished file, and removes the unfinished files of saves that have ended."""
     while True:
         unfinished = os.path.join(folder, f"{stem}{secrets.token_hex(8)}{_UNFINISHED}")
-        file = NewFile(unfinished, 0o666 if former is None else 0o600)  # the former's mode is set at the end
-        with contextlib.suppress(OSError):  # there are file systems without locks
+        file = NewFile(unfinished, 0o666 if former is None else 0o600)  # the previous file's mode is set at the end
+        with contextlib.suppress(OSError):  # some file systems have no locks
             fcntl.flock(file.fileno(), fcntl.LOCK_EX)
-        if os.fstat(file.fileno()).st_nlink:  # else another save removed it before it was locked
+        if os.fstat(file.fileno()).st_nlink:  # else another save removed it before it was locked: try again
             break
         file.close()
     try:
@@ -135,14 +136,14 @@ def _remove_abandoned(folder: str, stem: str, mine: str) -> None:
 
 def _remove_if_abandoned(other: str, mine: str) -> None:
     if not stat.S_ISREG(os.lstat(other).st_mode):
-        return  # not made by a save of ours
+        return  # no save of torch_ext creates such a file
     descriptor = os.open(other, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return
-        except OSError:  # no locks here: by the file system's clock
+        except OSError:  # the file system has no locks: compare ages by its clock
             if os.stat(mine).st_mtime - os.fstat(descriptor).st_mtime < STALE:
                 return
         os.unlink(other)
@@ -151,17 +152,19 @@ def _remove_if_abandoned(other: str, mine: str) -> None:
 
 
 def load(path: str | os.PathLike[str], *, map_location: Any = None, mmap: bool = False, check: bool = True) -> Any:
-    """torch.load of the tensors and plain values (weights_only=True) in the file `path`, which may have its states at
-    rest. ValueError, naming it, and the tensor where one is damaged, where it is truncated, damaged or no checkpoint,
-    and where it holds objects of other classes; RuntimeError where the file is whole and map_location, or the device
-    that it was saved from, is none that its tensors can be on; FileNotFoundError where there is none.
+    """Loads the file `path`, saved by torch.save or by `save` with either value of `states`. Only tensors and plain
+    values are loaded (weights_only=True).
 
-    map_location, mmap: torch.load's. States at rest are decoded as they are read, so that they cannot be on "meta".
-    check: reads the file once before, and compares its checksums, which torch writes and does not look at.
+    map_location, mmap: as in torch.load. "at_rest" states are decoded while they are read, so they cannot be on "meta".
+    check: first reads the whole file to compare its checksums, which torch writes but does not compare.
+
+    Raises ValueError, with the file's name and that of a damaged tensor, if the file is truncated, damaged, no
+    checkpoint, or holds objects of other classes. Raises RuntimeError if the file is intact, but its tensors cannot be
+    on the device that map_location names or that they were saved from. Raises FileNotFoundError if there is no file.
     """
     path = os.fspath(path)
     if check:
-        with _says_which(path), open(path, "rb") as file:
+        with _naming_file(path), open(path, "rb") as file:
             if (damaged := damaged_record(file)) is not None:
                 raise ValueError(f"its record {damaged!r}{_tensor_in(path, damaged)} has another checksum")
     loaded = _read(path, map_location, mmap)
@@ -171,7 +174,7 @@ def load(path: str | os.PathLike[str], *, map_location: Any = None, mmap: bool =
         raise ValueError(
             f"{path} has states at rest, which are decoded as they are read: map_location='meta' is for logical ones"
         )
-    with _says_which(path):
+    with _naming_file(path):
         return at_rest_file.unpack(loaded)
 
 
@@ -180,7 +183,7 @@ def _read(path: str, map_location: Any, mmap: bool) -> Any:
         return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
     except (OSError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # for data that is not torch.save's, torch raises any kind of error
+    except Exception as error:  # torch may raise any error for data that torch.save did not write
         archive = zipfile.is_zipfile(path)
         if archive and (found := foreign_class(error)) is not None:
             raise ValueError(
@@ -188,7 +191,7 @@ def _read(path: str, map_location: Any, mmap: bool) -> Any:
                 f"says ({found}). Where you trust who wrote it, name its classes by "
                 "torch.serialization.add_safe_globals"
             ) from error
-        with _says_which(path):
+        with _naming_file(path):
             torch.load(path, map_location="cpu", mmap=archive, weights_only=True)
         raise RuntimeError(
             f"{path} cannot be loaded with map_location={map_location!r}, mmap={mmap}: {summary(error)}"
@@ -196,8 +199,8 @@ def _read(path: str, map_location: Any, mmap: bool) -> Any:
 
 
 @contextlib.contextmanager
-def _says_which(path: str) -> Iterator[None]:
-    """ValueError, naming the file, for whatever is raised about its content."""
+def _naming_file(path: str) -> Iterator[None]:
+    """Converts errors about the file's content, raised inside, to a ValueError with the file's name."""
     try:
         yield
     except (OSError, MemoryError, torch.OutOfMemoryError):
@@ -210,10 +213,11 @@ def _says_which(path: str) -> Iterator[None]:
 
 
 def _tensor_in(path: str, damaged: str) -> str:
-    """For messages: the place in the object of the tensor that a record of its archive holds, where it can be read."""
+    """Returns text for a message: the place, in the saved object, of the tensor in this archive record. "" if that
+    cannot be read."""
     number = damaged.rpartition("/data/")[2]
     try:
         names = at_rest_file.names_of(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
         return f", of {names[int(number)]!r},"
-    except Exception:  # of a damaged file, torch raises any kind of error
+    except Exception:  # torch may raise any error for a damaged file
         return ""

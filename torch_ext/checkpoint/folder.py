@@ -1,11 +1,12 @@
-"""How a save replaces the checkpoint in a folder: as a whole, whoever else saves there, or not at all.
+"""Replaces the checkpoint in a folder atomically: either completely or not at all, even if several jobs save there.
 
-Note: saves to one folder. A save has an id, which is in the names of its files. Before its first data file is written
-the coordinator creates `.metadata.ID.unfinished`; when all data is durable it writes the metadata into that file and
-renames it to `.metadata`. A save whose unfinished file was removed cannot be completed any more, and data files whose
-save has none are either those of `.metadata` or garbage. So who removes the unfinished file of a save first, and then
-its data, never removes what `.metadata` needs, with or without locks: renaming and removing are atomic. Locks
-(`folder_lock`) only say whether a save is still alive.
+Note: saves to one folder. Two saves to the same folder must never delete files that `.metadata` refers to, even on file
+systems without locks. Each save has an id, which is part of its file names. Before the first data file is written, the
+coordinator creates `.metadata.ID.unfinished`. When all data is durable, it writes the metadata into that file and
+renames it to `.metadata`. A save whose unfinished file is gone can no longer complete. Data files without an unfinished
+file therefore belong to `.metadata` or are garbage. Cleaning up removes the unfinished file first and the data second.
+Rename and unlink are atomic, so this never removes what `.metadata` needs. Locks (`folder_lock`) only tell whether a
+save is still alive.
 """
 
 import contextlib
@@ -20,11 +21,11 @@ from torch_ext.checkpoint.new_file import STALE, NewFile, sync_folder
 METADATA = ".metadata"
 _DATA = re.compile(r"__\d+_(?:(?P<id>[0-9a-zA-Z-]{8,})_)?\d+\.distcp")
 _UNFINISHED = re.compile(r"\.metadata\.(?P<id>[0-9a-zA-Z-]{8,})\.unfinished")
-_OLD_UNFINISHED = ".metadata.tmp"  # of torch, and of the first versions here
+_OLD_UNFINISHED = ".metadata.tmp"  # the name that torch and the first versions of torch_ext use
 
 
 def prefix(rank: int, save_id: str) -> str:
-    """How the names of a rank's data files begin."""
+    """Returns the prefix of the names of a rank's data files."""
     return f"__{rank}_{save_id}_"
 
 
@@ -33,8 +34,8 @@ def _unfinished(folder: Path, save_id: str) -> Path:
 
 
 def begin(folder: Path, save_id: str) -> None:
-    """Before any rank writes: removes the files of saves that failed. RuntimeError, naming it, where another save is
-    under way."""
+    """Starts a save, before any rank writes: takes the lock and removes the files of failed saves. Raises RuntimeError,
+    naming the holder of the lock, if another save is running."""
     folder_lock.acquire(folder, save_id)
     try:
         NewFile(_unfinished(folder, save_id)).close()
@@ -45,9 +46,9 @@ def begin(folder: Path, save_id: str) -> None:
 
 
 def complete(folder: Path, save_id: str, metadata: bytes) -> None:
-    """The folder's checkpoint is this one from now on; the former one and files of saves that failed are removed.
+    """Makes this save the folder's checkpoint and removes the previous one and the files of failed saves.
 
-    RuntimeError where another save took this one for dead and removed it.
+    Raises RuntimeError if another save considered this one dead and removed its unfinished file.
     """
     unfinished = _unfinished(folder, save_id)
     try:
@@ -56,20 +57,20 @@ def complete(folder: Path, save_id: str, metadata: bytes) -> None:
             file.sync()
         os.rename(unfinished, folder / METADATA)
     except FileNotFoundError:
-        if _id_of_current(folder) != save_id:  # else a file server did it and was asked again
+        if _id_of_current(folder) != save_id:  # else the file server had renamed it already and got the request twice
             raise RuntimeError(
                 f"{folder}: another save, which could not see that this one was alive, removed it. The checkpoint that "
                 "is there is whole; let one job at a time save to a folder"
             ) from None
     sync_folder(folder)
-    with contextlib.suppress(OSError):  # the checkpoint is complete: the next save removes what stays now
+    with contextlib.suppress(OSError):  # the checkpoint is complete; the next save removes leftover files
         _clean(folder, save_id)
         _remove(folder, [_OLD_UNFINISHED])
     folder_lock.release(folder, save_id)
 
 
 def withdraw(folder: Path, save_id: str) -> None:
-    """Removes all files of a save that failed; nothing of one that is complete."""
+    """Removes all files of a failed save and releases its lock. The files of a complete save stay."""
     with contextlib.suppress(OSError):
         os.unlink(_unfinished(folder, save_id))
         _remove(folder, [name for name in os.listdir(folder) if _id_in(_DATA, name) == save_id])
@@ -77,19 +78,19 @@ def withdraw(folder: Path, save_id: str) -> None:
 
 
 def _clean(folder: Path, save_id: str) -> None:
-    """Removes what belongs neither to the current checkpoint nor to a save that may yet be completed.
+    """Removes files that belong neither to the current checkpoint nor to a save that may still complete.
 
-    The order of the three reads matters: an unfinished file exists before the first data file of its save, and when it
-    is gone `.metadata` is that save's.
+    The order of the three reads matters: data files, then unfinished files, then `.metadata`. A save's unfinished file
+    exists before its first data file, and once a save has completed, `.metadata` is its own.
     """
     data = [name for name in os.listdir(folder) if _DATA.fullmatch(name)]
     unfinished = {found: name for name in os.listdir(folder) if (found := _id_in(_UNFINISHED, name))}
     alive = set()
     for found, name in unfinished.items():
-        if found != save_id and not (_is_dead(folder, name, data, save_id) and _removed(folder / name)):
+        if found != save_id and not (_is_dead(folder, name, data, save_id) and _try_remove(folder / name)):
             alive.add(found)
     current = _names_of_current(folder)
-    if current is None:  # what `.metadata` needs is not known: only the files of dead saves are removed
+    if current is None:  # it is unknown which files `.metadata` needs: remove only the files of dead saves
         dead = set(unfinished) - alive
         _remove(folder, [name for name in data if _id_in(_DATA, name) in dead])
     else:
@@ -97,17 +98,17 @@ def _clean(folder: Path, save_id: str) -> None:
 
 
 def _is_dead(folder: Path, unfinished: str, data: list[str], save_id: str) -> bool:
-    """Whether a save with an unfinished file has ended: certain under the lock, else if it wrote nothing for STALE
-    seconds."""
+    """Whether a save with an unfinished file has ended. Certain if this save has the lock. Otherwise a save counts as
+    dead if it wrote nothing for STALE seconds."""
     if folder_lock.has(folder, save_id):
         return True
     found = _id_in(_UNFINISHED, unfinished)
-    now = _changed(folder, [_unfinished(folder, save_id).name, METADATA])  # by the file system's clock
-    return now - _changed(folder, [unfinished, *(name for name in data if _id_in(_DATA, name) == found)]) > STALE
+    now = _last_modified(folder, [_unfinished(folder, save_id).name, METADATA])  # by the file system's clock
+    return now - _last_modified(folder, [unfinished, *(name for name in data if _id_in(_DATA, name) == found)]) > STALE
 
 
-def _changed(folder: Path, names: Iterable[str]) -> float:
-    """When the last of them was modified."""
+def _last_modified(folder: Path, names: Iterable[str]) -> float:
+    """Returns the latest modification time of these files, 0 if none exists."""
     latest = 0.0
     for name in names:
         with contextlib.suppress(FileNotFoundError):
@@ -115,8 +116,8 @@ def _changed(folder: Path, names: Iterable[str]) -> float:
     return latest
 
 
-def _removed(path: Path) -> bool:
-    """Whether the file was there and this call removed it."""
+def _try_remove(path: Path) -> bool:
+    """Removes the file. Returns whether it existed and this call removed it."""
     try:
         os.unlink(path)
     except OSError:
@@ -126,7 +127,7 @@ def _removed(path: Path) -> bool:
 
 def _remove(folder: Path, names: Iterable[str]) -> None:
     for name in names:
-        _removed(folder / name)
+        _try_remove(folder / name)
 
 
 def _read(path: Path) -> bytes:
@@ -147,7 +148,7 @@ def _id_of_current(folder: Path) -> str | None:
 
 
 def _names_of_current(folder: Path) -> Callable[[str], bool] | None:
-    """Whether a data file is of the checkpoint that is there; None where that cannot be known."""
+    """Returns a predicate: whether a data file belongs to the current checkpoint. None if `.metadata` is unreadable."""
     try:
         raw = _read(folder / METADATA)
     except FileNotFoundError:

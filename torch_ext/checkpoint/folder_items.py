@@ -1,4 +1,4 @@
-"""The items of a checkpoint's data files: whether they are what was saved."""
+"""Checks that the data files of a checkpoint folder, and the items in them, are what was saved."""
 
 import io
 import zlib
@@ -11,12 +11,12 @@ import torch
 from torch_ext.checkpoint.archive import damaged_record, foreign_class, summary
 from torch_ext.checkpoint.folder_metadata import CHECKSUM
 
-_END = b"torch_ext saved this as "  # the last bytes of a file: this and its name, which has the rank and the save
-_READ = 1 << 22  # bytes at a time
+_END = b"torch_ext saved this as "  # a data file ends with this and its own name, which has the rank and the save id
+_READ = 1 << 22  # bytes to read at a time
 
 
 class FileSlice(io.RawIOBase):
-    """Some bytes of a file, as a file. Several of one stream may be read in turns."""
+    """A byte range of a file as a stream of its own. Several slices of one stream may be read alternately."""
 
     def __init__(self, stream: IO[bytes], offset: int, length: int) -> None:
         self._stream, self._offset, self._length, self._at = stream, offset, length, 0
@@ -45,15 +45,16 @@ def end_of(name: str) -> bytes:
 
 
 def refuse_file(file: Path, items: Iterable[tuple[int, str]], save_id: str | None) -> None:
-    """ValueError unless it has all bytes of these items and ends as that save's file of its name.
+    """Raises ValueError unless the data file holds all bytes of these items and ends with its own name.
 
-    items: of each where it ends in the file, and its key.
+    items: for each item, the offset of its end in the file, and its key. save_id: the save that wrote `.metadata`. A
+        file name without it is torch's; torch's files have no name at their end.
     """
     items = sorted(items)
     if not file.is_file():
         raise ValueError(f"{file} is missing: it has {items[0][1]!r} and {len(items) - 1} more of this checkpoint")
     ours = save_id is not None and save_id in file.name
-    end = end_of(file.name) if ours else b""  # torch's files have none
+    end = end_of(file.name) if ours else b""
     wanted, size = items[-1][0] + len(end), file.stat().st_size
     if size < wanted:
         cut = next((key for stop, key in items if stop > size), items[-1][1])
@@ -71,8 +72,8 @@ def refuse_file(file: Path, items: Iterable[tuple[int, str]], save_id: str | Non
 
 
 def refuse_item(stream: IO[bytes], file: Path, key: str, info: Any) -> None:
-    """ValueError unless it is what was saved: by its checksum or, where it has none, as far as torch.save wrote
-    checksums of its records."""
+    """Raises ValueError unless the item is what was saved. Compares its checksum, or, if `.metadata` has none for it,
+    those that torch.save wrote for the records of its archive."""
     wanted = getattr(info, CHECKSUM, None)
     if wanted is None:
         _refuse_records(stream, file, key, info)
@@ -90,23 +91,24 @@ def refuse_item(stream: IO[bytes], file: Path, key: str, info: Any) -> None:
 
 def _refuse_records(stream: IO[bytes], file: Path, key: str, info: Any) -> None:
     if getattr(info, "transform_descriptors", None):
-        return  # compressed, say
+        return  # transformed data, compressed for example, is not an archive
     try:
         damaged = damaged_record(io.BufferedReader(FileSlice(stream, info.offset, info.length)))
-    except Exception as error:  # for data that is no archive, zipfile raises any kind of error
+    except Exception as error:  # zipfile may raise any error for data that is no archive
         raise ValueError(f"{file} is damaged: {key!r} cannot be read ({error})") from error
     if damaged is not None:
         raise ValueError(f"{file} is damaged: of {key!r} the record {damaged!r} has another checksum")
 
 
 def without_code(raw: bytes, file: Path, key: str) -> bytes:
-    """What torch.save wrote, read as tensors and plain values alone and saved again: torch's planner loads it without
-    weights_only, which would execute what is in it. ValueError where it holds something else."""
+    """Returns the item's bytes in a form that is safe to load: read with weights_only=True and saved again. torch's
+    planner loads items without weights_only, which could execute code in them. Raises ValueError if the item holds
+    anything but tensors and plain values."""
     try:
         value = torch.load(io.BytesIO(raw), weights_only=True)
     except (OSError, MemoryError):
         raise
-    except Exception as error:  # for data that is not torch.save's, torch raises any kind of error
+    except Exception as error:  # torch may raise any error for data that torch.save did not write
         raise ValueError(
             f"{file}: {key!r} is not made of tensors and plain values alone, and reading it may execute whatever the "
             f"file says ({foreign_class(error) or summary(error)}). Where you trust who wrote it, pass "

@@ -1,4 +1,4 @@
-"""Who saves to a folder: a lock that names its holder, where the file system has locks."""
+"""A lock for saving to a folder. The lock file names the process that holds it. Not every file system has locks."""
 
 import contextlib
 import errno
@@ -20,15 +20,15 @@ class _Lock(NamedTuple):
     thread: threading.Thread
 
 
-_locks: dict[tuple[int, str], _Lock] = {}  # by process, because a fork has the dict and not the lock, and folder
+_locks: dict[tuple[int, str], _Lock] = {}  # by process id and folder: a forked process has this dict, but not the lock
 
 
 def acquire(folder: Path, save_id: str) -> bool:
-    """Locks it until `release` or the end of the process: False where it cannot be locked. RuntimeError, naming who
-    has the lock, where another save is under way.
+    """Locks the folder until `release` or the end of the process. Returns False if it cannot be locked. Raises
+    RuntimeError, with the name of the lock's holder, if another save is running.
 
-    A thread that saves again has ended its former save, however that ended. The lock is fcntl's, not flock's, which a
-    worker that was forked meanwhile would keep when this process is killed.
+    If a save of the calling thread, or of a thread that has ended, still holds the lock, that save is over: its lock is
+    released first. The lock is fcntl's: a forked worker would inherit flock's and keep it after this process is killed.
     """
     key = _key(folder)
     former = _locks.get(key)
@@ -42,18 +42,18 @@ def acquire(folder: Path, save_id: str) -> bool:
     since = time.strftime("%Y-%m-%d %H:%M:%S %z")
     _locks[key] = _Lock(descriptor, save_id, threading.current_thread())
     holder = f"process {os.getpid()} on {socket.gethostname()}, since {since} (save {save_id})\n".encode()
-    with contextlib.suppress(OSError):  # a full disk: then nobody can name the holder
+    with contextlib.suppress(OSError):  # on a full disk the lock works, but error messages cannot name the holder
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, holder, 0)
     return True
 
 
 def release(folder: Path, save_id: str) -> None:
-    """Does nothing where this save has no lock."""
+    """Unlocks the folder if this save holds the lock."""
     if has(folder, save_id):
         descriptor = _locks.pop(_key(folder)).descriptor
         with contextlib.suppress(OSError):
-            os.ftruncate(descriptor, 0)  # this name must not be read when the next save has the lock
+            os.ftruncate(descriptor, 0)  # so that this name is not reported while the next save has the lock
         os.close(descriptor)
 
 
@@ -67,15 +67,17 @@ def _key(folder: Path) -> tuple[int, str]:
 
 
 def _locked(folder: Path, path: Path) -> int | None:
+    """Returns the descriptor of the locked file; None if it cannot be locked. Raises RuntimeError if another process
+    holds the lock."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     while True:
         try:
             descriptor = os.open(path, flags, 0o666)
-        except PermissionError:  # another user's
+        except PermissionError:  # the file belongs to another user
             return None
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(descriptor, path):  # else it was removed between the two
+            if _is_at(descriptor, path):  # else the file was removed between open and lock: try again
                 return descriptor
         except OSError as error:
             holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip() or "a process that left no name"
@@ -83,7 +85,7 @@ def _locked(folder: Path, path: Path) -> int | None:
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 gone = f"stop it, or save to another folder; if its machine is gone with it, remove {path}"
                 raise RuntimeError(_BUSY.format(folder, holder, f"Wait for it, {gone}")) from None
-            return None  # no locks here
+            return None  # the file system has no locks
         os.close(descriptor)
 
 

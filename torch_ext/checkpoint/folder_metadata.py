@@ -1,9 +1,10 @@
-"""`.metadata` of a folder of torch.distributed.checkpoint: a pickle, which is read without executing it, and behind it
-a line with its checksum, which other readers ignore.
+"""Reads and writes `.metadata` in a folder of torch.distributed.checkpoint: a pickle, followed by a line with its
+checksum, which other readers ignore. The pickle is read without executing code in it.
 
-Note: reading without executing. Each class that the pickle names becomes a stand-in that only keeps what it is called
-with and its state; any other name is refused. What torch means by a stand-in is made from that, once all fields have
-the right types. So whatever a file says, nothing is called and no attribute of a class is set.
+Note: reading without executing. Unpickling normally calls whatever functions the file names. Here each class that a
+pickle of torch may name is replaced by a stand-in, which only stores its arguments and its state. Any other name raises
+an error. torch's objects are created from the stand-ins after the types of all fields have been checked. So no file can
+cause a call or set an attribute of a class.
 """
 
 import functools
@@ -31,17 +32,19 @@ from torch_ext.checkpoint.archive import summary
 
 _MARK = b"\ntorch_ext checked this: save "
 _LINE = re.compile(re.escape(_MARK) + rb"(?P<id>[0-9a-zA-Z-]{1,64}), crc32 (?P<crc>[0-9a-f]{8})\n")
-_LONGEST = 128  # of such lines
-CHECKSUM = "crc32"  # the attribute of torch's _StorageInfo that holds an item's
+_LONGEST = 128  # bytes of such a line
+CHECKSUM = "crc32"  # the attribute that holds an item's checksum, added to torch's _StorageInfo
 
 
 def dump(metadata: Metadata, save_id: str) -> bytes:
+    """Returns the content of `.metadata`: the pickle and the line with its checksum."""
     marked = pickle.dumps(metadata) + _MARK + save_id.encode() + b", crc32 "
     return marked + b"%08x\n" % zlib.crc32(marked)
 
 
 def save_id_of(raw: bytes) -> str | None:
-    """Of which save it is; None where it has no checksum. ValueError where its checksum is another one."""
+    """Returns the id of the save that wrote this `.metadata`, None if it has no checksum line. Raises ValueError if the
+    checksum is wrong."""
     at = raw.rfind(_MARK, max(len(raw) - _LONGEST, 0))
     if at < 0:
         return None
@@ -52,17 +55,18 @@ def save_id_of(raw: bytes) -> str | None:
 
 
 def parse(raw: bytes, *, weights_only: bool = True) -> Metadata:
-    """ValueError, to be put behind the file's name, for one that is damaged or holds objects of other classes.
+    """Returns the metadata in the bytes of `.metadata`. Raises ValueError if they are damaged or hold objects of other
+    classes. The message continues a sentence that begins with the file's name.
 
-    weights_only=False reads it as torch does: whatever it says is executed.
+    weights_only=False unpickles as torch does, which can execute code in the file.
     """
     save_id = save_id_of(raw)
     stream = io.BytesIO(raw)
     try:
-        found = pickle.load(stream) if not weights_only else _made(_Unpickler(stream).load())
+        found = pickle.load(stream) if not weights_only else _converted(_Unpickler(stream).load())
     except (MemoryError, _Refused):
         raise
-    except Exception as error:  # for data that is no pickle, any kind of error is raised
+    except Exception as error:  # unpickling may raise any error for data that is no pickle
         raise ValueError(
             f"is no metadata of a checkpoint that can be read: truncated, damaged, or not saved by torch.distributed."
             f"checkpoint ({summary(error)})"
@@ -81,16 +85,16 @@ _EXECUTES = (
 
 
 class _Refused(ValueError):
-    """A ValueError whose message is complete."""
+    """A ValueError whose message `parse` passes on unchanged."""
 
 
 class _StandIn:
-    """An object of a pickle: what its class was called with, and its state."""
+    """Stands for an object in a pickle: stores the arguments of its class and its state."""
 
     args: tuple[Any, ...] = ()
     state: Any = None
 
-    def __init__(self, *args: Any) -> None:  # pickles of dataclasses do not call it
+    def __init__(self, *args: Any) -> None:  # not called for dataclasses
         self.args = args
 
     def __setstate__(self, state: Any) -> None:
@@ -98,7 +102,7 @@ class _StandIn:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Each has stand-in classes of its own, so that no file can change those of another."""
+    """Unpickles to stand-ins. Each unpickler creates its own stand-in classes: a file cannot change another's."""
 
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream)
@@ -117,19 +121,20 @@ class _Unpickler(pickle.Unpickler):
         raise _Refused("refers to objects outside of it, which no checkpoint's metadata does")
 
 
-def _made(found: Any) -> Any:
-    """What torch means by it: copies of containers, in which stand-ins are replaced."""
+def _converted(found: Any) -> Any:
+    """Returns the object with every stand-in replaced by torch's object. Containers are copied."""
     if isinstance(found, _StandIn):
         return type(found).make(found)  # type: ignore[attr-defined]
     if isinstance(found, dict):
-        return {_made(key): _made(value) for key, value in found.items()}
+        return {_converted(key): _converted(value) for key, value in found.items()}
     if isinstance(found, list | tuple):
-        return type(found)(map(_made, found))
+        return type(found)(map(_converted, found))
     return found
 
 
 def _refuse_other(what: str, value: Any, kind: Any) -> None:
-    """TypeError unless it is an instance of `kind`; [kind]: a list of such; {kind: kind}: a dict of such."""
+    """Raises TypeError unless the value is an instance of `kind`. [kind] means a list of instances, {kind: kind} a
+    dict. what: names the value in the message."""
     container: Any = type(kind) if isinstance(kind, list | dict) else kind
     if not isinstance(value, container):
         raise TypeError(f"{what} is {type(value).__name__}")
@@ -143,14 +148,14 @@ def _refuse_other(what: str, value: Any, kind: Any) -> None:
             _refuse_other(what, item, of_values)
 
 
-# torch's dataclasses, and the kinds of their fields. A field that is missing is None, and legal where None is.
+# torch's dataclasses and the types of their fields, as `_refuse_other` takes them. A missing field counts as None.
 _FIELDS: dict[Any, dict[str, Any]] = {
     Metadata: {
         "state_dict_metadata": {str: TensorStorageMetadata | BytesStorageMetadata},
         "planner_data": object,
         "storage_data": {MetadataIndex: _StorageInfo},
         "storage_meta": StorageMeta | None,
-        "version": str | None,  # which older torch does not have
+        "version": str | None,  # older torch has no such field
     },
     MetadataIndex: {"fqn": str, "offset": torch.Size | None, "index": int | None},
     StorageMeta: {"checkpoint_id": str | None, "save_id": str | None, "modules": [str]},
@@ -162,8 +167,8 @@ _FIELDS: dict[Any, dict[str, Any]] = {
 
 
 def _dataclass(cls: Any, given: _StandIn) -> Any:
-    state = {"modules": [], **(given.state or {})}  # which older torch did not save
-    fields = {name: _made(state.get(name)) for name in _FIELDS[cls]}
+    state = {"modules": [], **(given.state or {})}  # older torch did not save "modules"
+    fields = {name: _converted(state.get(name)) for name in _FIELDS[cls]}
     for name, kind in _FIELDS[cls].items():
         _refuse_other(f"{cls.__name__}.{name}", fields[name], kind)
     return cls(**{name: value for name, value in fields.items() if name in cls.__dataclass_fields__})
@@ -186,8 +191,8 @@ def _size(given: _StandIn) -> torch.Size:
 
 
 def _properties(given: _StandIn) -> TensorProperties:
-    """torch 2.15 put the strides behind what it had saved before; what a later one puts there means nothing to this."""
-    dtype, _, requires_grad, _, pinned, *later = given.state  # layout and memory format have no meaning any more
+    """Returns a tensor's properties. torch 2.15 appended the strides to the state; later additions are ignored."""
+    dtype, _, requires_grad, _, pinned, *later = given.state  # torch no longer uses the layout and the memory format
     _refuse_other("TensorProperties.dtype", dtype, torch.dtype)
     found = TensorProperties(dtype, requires_grad=bool(requires_grad), pin_memory=bool(pinned))
     if later and hasattr(found, "strides"):
@@ -196,8 +201,9 @@ def _properties(given: _StandIn) -> TensorProperties:
     return found
 
 
-def _member(given: _StandIn) -> None:
-    """`getattr(enum, "NAME")`, as Python 3.11.0 to 3.11.3 pickles a member of an enum: the memory format's."""
+def _memory_format_getattr(given: _StandIn) -> None:
+    """Accepts `getattr(enum, "NAME")` for the memory format, which torch no longer uses; raises for any other getattr.
+    Python 3.11.0 to 3.11.3 pickle a member of an enum that way."""
     if len(given.args) != 2 or getattr(given.args[0], "make", None) is not _MAKERS[_MEMORY_FORMAT]:
         raise _Refused(_EXECUTES.format("builtins.getattr"))
 
@@ -212,7 +218,7 @@ _MAKERS: dict[tuple[str, str], Callable[[Any], Any]] = {
     (_StorageInfo.__module__, "_StorageInfo"): _storage_info,
     (TensorProperties.__module__, "TensorProperties"): _properties,
     _MEMORY_FORMAT: lambda given: None,
-    ("builtins", "getattr"): _member,
+    ("builtins", "getattr"): _memory_format_getattr,
     ("torch", "Size"): _size,
     ("torch.serialization", "_get_layout"): lambda given: None,
     ("pathlib", "PosixPath"): _posix_path,

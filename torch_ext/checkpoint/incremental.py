@@ -1,4 +1,4 @@
-"""Saving a model's weights as what changed since the last time: `IncrementalWeights`."""
+"""`IncrementalWeights`, which saves a model's weights as deltas: what changed since the previous save."""
 
 import contextlib
 import os
@@ -11,43 +11,43 @@ from torch_ext.checkpoint.weight_files import PartFile
 from torch_ext.weight_sync.delta_info import delta_info
 from torch_ext.weight_sync.publisher import WeightPublisher
 
-_AGAIN = 4  # versions, of which one has all weights where a rank began anew by itself
+_REJOIN_EVERY = 4  # if some rank alone saved all its weights, all ranks do at the next multiple of this version number
 
 
 class IncrementalWeights:
-    """A folder with the weights of a model in training: all of them now and then, and of each version between what
-    changed. `torch_ext.load_weights` makes a version of it again, bit for bit.
+    """Saves the weights of a model in training to a folder: all weights now and then, and in between only what changed.
+    `torch_ext.load_weights` restores a version bit for bit.
 
         publisher = torch_ext.WeightPublisher(model, optimizer)
         weights = torch_ext.IncrementalWeights("weights", publisher)
         ...             # any number of steps
         weights.save()  # after the same step on all ranks
 
-    folder: is made; all ranks have the same one. Each writes its part, and nothing is sent between them. Whenever any
-        of them is killed, the last version of which all parts are there can be loaded. Chains of former publishers,
-        and files that no later version needs, go when a version with all weights is complete.
-    publisher: of the model. It may serve engines, too: see `save`.
-    full_every: of so many versions one has all weights. Loading reads that and the deltas behind it.
+    folder: the same on all ranks; created if it does not exist. Each rank writes its part, without communication. If
+        any rank is killed, the last version with the parts of all ranks can be loaded. When a version with all weights
+        is complete, files that no later version needs are removed, also those of earlier publishers.
+    publisher: the model's publisher. It may also serve engines: see `save`.
+    full_every: one of this many versions has all weights. Loading reads that version and the deltas after it.
 
-    One job at a time saves to a folder: the older one is refused, by its next `save`, when another has begun.
+    Only one job may save to a folder: once another job has begun to save there, the older job's next `save` raises.
     """
 
     def __init__(self, folder: str | os.PathLike[str], publisher: WeightPublisher, *, full_every: int = 100) -> None:
         if isinstance(full_every, bool) or not isinstance(full_every, int) or full_every < 1:
             raise ValueError(f"full_every is {full_every!r}; a whole number of versions, 1 or more, is legal")
         self._folder, self._publisher, self._full_every = Path(folder), publisher, full_every
-        self._saved: int | None = None  # the last version that was
-        self._begun = False  # whether the chain has been the newest one in the folder
+        self._saved: int | None = None  # the last saved version
+        self._begun = False  # whether this chain has been the newest one in the folder
 
     def save(self, part: bytes | None = None) -> bytes:
-        """The weights as they are are the next version, and on the disk when this returns. Returns this rank's part of
-        it, as `WeightPublisher.publish` does, which engines take.
+        """Saves the current weights as the next version; they are on the disk when this returns. Returns this rank's
+        part, as `WeightPublisher.publish` does, which can be sent to engines.
 
-        part: what publish() has just returned, where somebody calls it already; None: it is called here.
+        part: what publish() has just returned, if the caller publishes itself; None: `save` calls publish().
 
-        Errors as of `publish`; OSError, with what was needed and what is free, where the disk is full;
-        RuntimeError, naming it, where another job has begun to save there. The versions before stay then. The next
-        save of this rank has all weights, and at one of the next few versions that of every rank.
+        Raises the errors of `publish`; OSError, with the needed and free bytes, if the disk is full; RuntimeError, with
+        its name, if another job has begun to save there. Earlier versions stay. After an error, this rank's next save
+        has all weights, and within a few versions so does that of every other rank.
         """
         os.makedirs(self._folder, exist_ok=True)
         part = self._publisher.publish() if part is None else part
@@ -56,7 +56,11 @@ class IncrementalWeights:
         if info.n_parts != 1 or version != self._publisher.version or version == self._saved:
             raise ValueError(f"part is of version {version}; what publish() has just returned, and once, is legal")
         known = self._begin(chain, version, number)
-        whole = known is None or version % self._full_every == 0 or (version % _AGAIN == 0 and known.begun_apart())
+        whole = (
+            known is None
+            or version % self._full_every == 0
+            or (version % _REJOIN_EVERY == 0 and known.full_on_some_ranks())
+        )
         file = PartFile(chain, version, number, parts, "full" if whole else "delta")
         self._write(file.name, self._publisher.full() if whole else part)
         self._saved = version
@@ -64,8 +68,8 @@ class IncrementalWeights:
         return part
 
     def _begin(self, name: str, version: int, part: int) -> weight_files.Chain | None:
-        """Refuses to go on with a chain that is not the newest one; part 0 makes it that, once. What is there of it;
-        None where the version before is not."""
+        """Checks that this chain is the newest in the folder, and raises RuntimeError if it no longer is. Part 0 first
+        makes it the newest, once. Returns the files of the chain; None if this part's previous version is missing."""
         chains = weight_files.chains_of(os.listdir(self._folder))
         newest = next((chain for chain in chains if chain.run), None)
         own = next((chain for chain in chains if chain.name == name), None)
@@ -82,7 +86,7 @@ class IncrementalWeights:
 
     def _write(self, name: str, data: bytes) -> None:
         path = self._folder / weight_files.unfinished(name)
-        with contextlib.suppress(FileNotFoundError):  # of a save that failed
+        with contextlib.suppress(FileNotFoundError):  # left by a failed save
             os.unlink(path)
         try:
             with NewFile(path) as new:
@@ -95,8 +99,9 @@ class IncrementalWeights:
         sync_folder(self._folder)
 
     def _clean(self, file: PartFile) -> None:
-        """Of its own chain each rank removes its own files, part 0 those of chains before it."""
-        with contextlib.suppress(OSError):  # the next save removes what stays now
+        """Removes files that no later version needs. Each rank removes its own in the current chain; part 0 also those
+        of earlier chains. file: what this rank has just saved."""
+        with contextlib.suppress(OSError):  # the next save removes leftover files
             names = os.listdir(self._folder)
             chains = {chain.name: chain for chain in weight_files.chains_of(names)}
             own = chains[file.chain]
@@ -108,13 +113,13 @@ class IncrementalWeights:
                     os.unlink(self._folder / own.files[version, part].name)
             if file.part == 0:
                 before = {chain.name for chain in chains.values() if 0 < chain.run < own.run}
-                for name in sorted(names):  # the file of a run comes after the parts
+                for name in sorted(names):  # sorted: a chain's run file is removed after its parts
                     chain = weight_files.chain_in(name)
                     if chain in before or (chain not in (None, file.chain) and self._abandoned(name, chains, chain)):
                         os.unlink(self._folder / name)
 
     def _abandoned(self, name: str, chains: dict[str, weight_files.Chain], chain: str | None) -> bool:
-        """Whether it is of a job that ended before it began its run."""
+        """Whether the file belongs to a chain without a run file, and is so old that its job must have ended."""
         known = chains.get(chain or "")
         changed = os.stat(self._folder / name).st_mtime
         return (known is None or not known.run) and time.time() - changed > STALE

@@ -1,4 +1,4 @@
-"""The records (`record`) of a rank's write items of torch.distributed.checkpoint."""
+"""Encodes a rank's write items of torch.distributed.checkpoint as records (`record`)."""
 
 import io
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,15 +14,15 @@ from torch_ext.params import local_shard
 
 
 class ItemRecords:
-    """Makes them, a few at a time, in the order of the items."""
+    """Encodes write items in a thread pool and yields them in order, with only a few of them in memory at a time."""
 
     def __init__(self, planner: Any, compress: bool) -> None:
         self._planner, self._compress = planner, compress
         self._state_dict: Mapping[str, Any] = getattr(planner, "state_dict", None) or {}
-        self._beside = missing_keys.weights_beside(self._state_dict)
+        self._beside = missing_keys.weights_beside(self._state_dict)  # key of a master -> key of its weight
 
     def of(self, items: Iterable[Any]) -> Iterator[list[Any]]:
-        """The pieces of each."""
+        """Yields each item's pieces: buffers to be written one after another."""
         threads = torch.get_num_threads()
         with ThreadPoolExecutor(threads) as pool:
             begun: list[Future[list[Any]]] = []
@@ -41,7 +41,7 @@ class ItemRecords:
         with torch.no_grad():
             data = self._planner.resolve_data(item)
             if item.tensor_data is None:
-                # No copy. An error whose traceback holds a getbuffer() crashes Python 3.12.1's garbage collector.
+                # Not getbuffer(): an error whose traceback holds one crashes Python 3.12.1's garbage collector.
                 return [data.getvalue()]
             refuse_layout(data, item.index.fqn, TypeError)
             if data.is_quantized:
@@ -53,12 +53,12 @@ class ItemRecords:
             return record.pack(data.detach(), self._compress, weight, place)
 
     def _place(self, item: Any) -> record_header.Place | None:
-        """Of the weight beside a master."""
+        """Returns the place of the weight that belongs to a master; None if the item is no master."""
         key, chunk = self._beside.get(item.index.fqn), item.tensor_data.chunk
         return None if key is None else record_header.Place(key, tuple(chunk.offsets), tuple(chunk.sizes))
 
     def _weight_at(self, place: record_header.Place) -> Tensor | None:
-        """None where this rank does not have all of it."""
+        """Returns the weight at this place, on the host; None if this rank does not have all of it."""
         weight = self._state_dict[place.key].detach()
         origin = local_shard.origin(weight) if local_shard.is_dtensor(weight) else (0,) * weight.ndim
         weight = local_shard.tensor_of(weight)
@@ -71,7 +71,7 @@ class ItemRecords:
 
 
 def refuse_layout(t: Tensor, key: str, kind: type[Exception]) -> None:
-    """Of this kind, for a tensor that is not dense: torch.distributed.checkpoint copies into what is detached from a
-    tensor, which leaves a sparse one as it was."""
+    """Raises an error of class `kind` if the tensor is not strided. torch.distributed.checkpoint loads by copying into
+    a detached tensor, which would leave a sparse tensor unchanged."""
     if t.layout is not torch.strided:
         raise kind(f"{key!r} is a tensor in {t.layout}; dense (strided) ones are legal: use to_dense()")

@@ -1,4 +1,4 @@
-"""The tensors of a folder's items, of either form."""
+"""Reads the tensors in the items of a checkpoint folder: those of torch.save, and records ("at_rest" states)."""
 
 import io
 from collections import OrderedDict
@@ -13,28 +13,30 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch_ext.checkpoint import record, record_header
 from torch_ext.optim.state import at_rest
 
-_KEPT = 2  # weights that are kept, since masters of one follow each other
-_HEAD = 1 << 12  # bytes that are read to look for a header
+_KEPT = 2  # cached weights: items with masters of the same weight follow each other
+_HEAD = 1 << 12  # bytes to read when looking for a record's header
 
 
 class _Part(NamedTuple):
-    """What of an item's tensor is at some place."""
+    """The overlap of an item's tensor with a place (a region of a tensor of the checkpoint)."""
 
     index: Any
-    offsets: tuple[int, ...]  # of the overlap, in the tensor of the checkpoint
+    offsets: tuple[int, ...]  # where the overlap begins in the tensor of the checkpoint
     sizes: tuple[int, ...]
-    begin: tuple[int, ...]  # of the item
+    begin: tuple[int, ...]  # where the item begins in the tensor of the checkpoint
 
 
 class ItemTensors:
-    """Reads them. `stream_of`: of an item's index, its file and a stream of its bytes alone."""
+    """Reads the tensors of a folder's items. `stream_of`: for an item's index, returns its file and a stream of its
+    bytes alone."""
 
     def __init__(self, metadata: Any, stream_of: Callable[[Any], tuple[Path, IO[bytes]]]) -> None:
         self._metadata, self._stream_of = metadata, stream_of
         self._weights: OrderedDict[Any, Tensor] = OrderedDict()
 
     def weights_of(self, index: Any) -> list[Any]:
-        """The items that a tensor is stored beside. ValueError where one is missing, or its header is damaged."""
+        """Returns the items with the bf16 weight that is needed to decode this item; empty for all but masters. Raises
+        ValueError if one of them is missing, or this item's header is damaged."""
         file, stream = self._stream_of(index)
         try:
             found = header_of(stream)
@@ -43,11 +45,12 @@ class ItemTensors:
             raise ValueError(f"{file}: {index.fqn!r} cannot be read ({error})") from error
 
     def read(self, index: Any) -> Tensor:
-        """On the host. ValueError, naming file and key, where it cannot be read."""
+        """Returns the item's tensor, on the host. Raises ValueError, with file and key, if it cannot be read."""
         return self._read(index, self._weight_at)
 
     def assigned(self, index: Any, target: Tensor) -> bool:
-        """Whether the item is what `target` has in memory, all of it, and was put there. Else see `read`."""
+        """Copies the item's codes and scales directly into `target` if they are stored in the same way. Returns whether
+        it did; if not, use `read`."""
         file, stream = self._stream_of(index)
         try:
             found = header_of(stream)
@@ -68,10 +71,11 @@ class ItemTensors:
             return record.unpack(found, _all_of(stream), weight_at)
         except (OSError, MemoryError):
             raise
-        except Exception as error:  # for data that is no tensor's, torch raises any kind of error
+        except Exception as error:  # torch may raise any error for data that is no tensor
             raise ValueError(f"{file}: {index.fqn!r} cannot be read ({error})") from error
 
     def _weight_at(self, place: record_header.Place) -> Tensor:
+        """Returns the bf16 weight at this place, which may be spread over several items."""
         made = None
         for part in self._parts(place):
             values = self._weight(part.index)
@@ -96,7 +100,7 @@ class ItemTensors:
         return self._weights[index]
 
     def _parts(self, place: record_header.Place) -> list[_Part]:
-        """ValueError where the checkpoint does not have all of it."""
+        """Returns the items' parts that make up this place. Raises ValueError if the checkpoint lacks some of it."""
         described = self._metadata.state_dict_metadata.get(place.key)
         parts = list(_overlaps(place, getattr(described, "chunks", ())))
         if sum(torch.Size(part.sizes).numel() for part in parts) != torch.Size(place.sizes).numel():
@@ -122,7 +126,7 @@ def _no_weight(place: record_header.Place) -> Tensor:
 
 
 def _all_of(stream: IO[bytes]) -> Tensor:
-    """In one read, where it is one of a file."""
+    """Returns all bytes of the stream. On a plain file this is a single read."""
     raw = bytearray(stream.seek(0, io.SEEK_END))
     stream.seek(0)
     at = 0
@@ -132,7 +136,8 @@ def _all_of(stream: IO[bytes]) -> Tensor:
 
 
 def header_of(stream: IO[bytes]) -> record_header.Record | None:
-    """None where the item is not at rest."""
+    """Returns the header of the item's record; None if the item was written by torch.save. A stream without a record is
+    left at its beginning."""
     stream.seek(0)
     raw = stream.read(_HEAD)
     if not record_header.is_record(raw):

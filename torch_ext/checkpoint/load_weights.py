@@ -1,4 +1,4 @@
-"""Reading what `IncrementalWeights` saved."""
+"""`load_weights`, which reads the weights that `IncrementalWeights` saved."""
 
 import os
 from collections.abc import Mapping
@@ -20,15 +20,15 @@ def load_weights(
     version: int | None = None,
     mapping: Mapping[str, Place] | None = None,
 ) -> int:
-    """Writes the weights that `IncrementalWeights` saved in the folder into tensors; returns their version.
+    """Loads weights that `IncrementalWeights` saved in the folder into tensors. Returns their version.
 
-    tensors, mapping: as of `WeightSubscriber`: dict(model.named_parameters()), say. A part of an optimizer's model that
-        is trained further needs `optimizer.resync_masters()`, or the optimizer's state of the same step.
-    version: None: the last one of which the parts of all ranks are there, of the newest run.
+    tensors, mapping: as for `WeightSubscriber`, dict(model.named_parameters()) for example. To train these parameters
+        further, call `optimizer.resync_masters()`, or load the optimizer's state of the same step.
+    version: the version to load; None: the last version of the newest run for which the parts of all ranks are there.
 
-    FileNotFoundError where nothing was saved there. ValueError, naming it, where a file is missing, damaged, or of
-    another version, rank or chain than its name says, and which version can be loaded instead. RuntimeError where the
-    weights are of another model. No tensor has changed then.
+    Raises FileNotFoundError if nothing was saved there. Raises ValueError if a file is missing, damaged, or of another
+    version, rank or chain than its name says; the message has its name and the version that can be loaded instead.
+    Raises RuntimeError if the weights are of another model. After an error no tensor has changed.
     """
     path = Path(folder)
     names = os.listdir(path)
@@ -47,7 +47,8 @@ def load_weights(
 
 
 def read(folder: Path, file: PartFile) -> bytes:
-    """A part, which is checked. ValueError, naming the file, where it is not what its name says; OSError."""
+    """Returns the content of a part's file. Raises ValueError, with its name, if it is missing, damaged or not what its
+    name says; OSError if it cannot be read."""
     path = folder / file.name
     try:
         data = path.read_bytes()

@@ -1,4 +1,4 @@
-"""Files while they are written: counted, with checksums, and with the error that torch.save would hide."""
+"""`NewFile`, a file being written: counts bytes, computes a checksum, keeps the error that torch.save would hide."""
 
 import contextlib
 import errno
@@ -12,30 +12,32 @@ from typing import Any
 import torch
 
 STALE = 600.0
-"""Seconds without a change after which the files of a save are taken for abandoned, where no lock can tell."""
+"""Seconds without a change after which a save's files count as abandoned, if the file system has no locks."""
 
 _BUFFER = 1 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class NewFile:
-    """A stream for torch.save; as a context manager it is closed at the end, and removed after an exception.
+    """A stream to write a file with torch.save. As a context manager it closes the file, and removes it after an
+    exception.
 
-    After a write has failed it goes on counting: torch.save would raise an error about its own positions instead, and
-    the message says how many bytes were needed. `check` raises the first error.
+    After a failed write it discards further data, but keeps counting. Otherwise torch.save would hide the error behind
+    one about its own positions, and the message could not say how many bytes were needed. `check` raises the error.
     """
 
     def __init__(self, path: str | os.PathLike[str], permissions: int | None = 0o666) -> None:
-        """permissions: of a file that must not be there yet; None for one that must."""
-        # No Python code runs between the system call and the object that closes it: no interrupt is raised there.
+        """Opens the file. permissions: the mode of the new file, which must not exist; None: the file must exist."""
+        # No Python code runs between the system call and the object that closes the file, so no KeyboardInterrupt can
+        # leak the descriptor.
         opener = None if permissions is None else functools.partial(os.open, mode=permissions)
         self._file = open(path, "r+b" if permissions is None else "xb", buffering=_BUFFER, opener=opener)
         self.path = path
         self._error: BaseException | None = None
         self.size = 0
-        """Bytes so far, as if there had been no error."""
+        """Bytes written so far; after an error, bytes that would have been written."""
         self.crc32 = 0
-        """Of what was written since it was last set."""
+        """Checksum of the data since the caller last reset it to 0."""
 
     def __enter__(self) -> "NewFile":
         return self
@@ -44,7 +46,7 @@ class NewFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            with contextlib.suppress(OSError):  # it may have been renamed before an interrupt
+            with contextlib.suppress(OSError):  # the file may have been renamed just before an interrupt
                 os.unlink(self.path)
         self.close()
 
@@ -60,17 +62,17 @@ class NewFile:
         return nbytes
 
     def flush(self) -> None:
-        """Does nothing: `sync` does it once, at the end."""
+        """Does nothing: `sync` flushes once, at the end."""
 
     def put(self, obj: Any) -> None:
-        """torch.save."""
+        """Writes `obj` with torch.save. Raises the first error of a write, or KeyboardInterrupt, not torch's own."""
         try:
             torch.save(obj, self)  # type: ignore[arg-type]
         except Exception as error:
             self.check()
             before: BaseException | None = error
             while before is not None:
-                if isinstance(before, KeyboardInterrupt):  # after which torch closed an unfinished archive
+                if isinstance(before, KeyboardInterrupt):  # torch's error is that of closing the unfinished archive
                     raise before from None
                 before = before.__context__
             raise
@@ -81,7 +83,7 @@ class NewFile:
             raise self._error
 
     def sync(self) -> None:
-        """To the disk."""
+        """Flushes the file to the disk. Raises the first error of a write."""
         self.check()
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -90,14 +92,14 @@ class NewFile:
         return self._file.fileno()
 
     def close(self) -> None:
-        """Raises nothing: `sync` and `check` did."""
+        """Closes the file. Raises no error; `sync` and `check` do that."""
         with contextlib.suppress(OSError):
             self._file.close()
 
 
 def refuse_full(error: BaseException, what: str, needed: str, folder: str | os.PathLike[str]) -> None:
-    """Where the error is a full disk: OSError that says how much was needed and how much is free. Called when what was
-    written has been removed."""
+    """Raises OSError with the needed and free bytes if `error` is a full disk or quota. Does nothing for other errors.
+    Call it after the incomplete file has been removed, so that the free bytes are right."""
     if not isinstance(error, OSError) or error.errno not in _FULL:
         return
     try:
@@ -111,12 +113,12 @@ def refuse_full(error: BaseException, what: str, needed: str, folder: str | os.P
 
 
 def sync_folder(folder: str | os.PathLike[str]) -> None:
-    """Makes the names of its files durable."""
+    """Makes the names of the files in the folder durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems on which names are durable at once
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # on such file systems names are durable at once
             raise
     finally:
         os.close(descriptor)

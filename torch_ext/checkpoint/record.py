@@ -1,5 +1,5 @@
-"""One tensor at rest, as bytes: in the dtypes in which it is stored, each part entropy-coded where that pays
-(`record_header` says what is where)."""
+"""Encodes one tensor as bytes (a record) in the dtypes in which it is stored, and decodes it. Parts are entropy-coded
+if that pays. `record_header` documents the format."""
 
 import zlib
 from collections.abc import Callable, Sequence
@@ -14,39 +14,41 @@ from torch_ext.native import planes
 from torch_ext.optim.state import at_rest
 from torch_ext.tensors import dense
 
-_LEAST = 1 << 10  # bytes of a part that is worth coding
+_LEAST = 1 << 10  # bytes of the smallest part that is worth entropy-coding
 
 WeightAt: TypeAlias = Callable[[Place], Tensor]
+"""Returns the bf16 weight at a place of the checkpoint."""
 
 
 # -- writing ------------------------------------------------------------------------------------------------------
 
 
 def pack(t: Tensor, compress: bool, weight: Tensor | None = None, place: Place | None = None) -> list[Any]:
-    """The pieces, in order, of the record of a tensor: of a strided one, which may be one of our state tensors.
+    """Returns the record of a tensor as buffers to be written one after another. The tensor is strided; it may be a
+    state tensor of torch_ext.
 
-    weight, place: of an fp32 master, the bf16 weight beside it, of its shape, and where the checkpoint has that.
+    weight, place: if t is an fp32 master, its bf16 weight of the same shape, and where the checkpoint has that weight.
     """
     scaled = at_rest.scaled_of(t)
     if scaled is not None:
         shape, strides = tuple(t.shape), tuple(t.handle.run.strides())  # type: ignore[attr-defined]
-        about = {"form": "scaled", "format": scaled.format, "skip": scaled.skip}
-        return _pieces(about, torch.float32, shape, strides, scaled[:2], compress)
+        header_fields = {"form": "scaled", "format": scaled.format, "skip": scaled.skip}
+        return _pieces(header_fields, torch.float32, shape, strides, scaled[:2], compress)
     values = _plain(t)
     if not dense.is_dense(values):
         values = values.contiguous()
-    flat = _line(values)
+    flat = _flat_memory(values)
     shape, strides = tuple(values.shape), values.stride()
     if weight is not None and place is not None and _may_be_beside(values, weight):
-        of = _line(dense.in_order_of(values, weight))
+        of = _flat_memory(dense.in_order_of(values, weight))
         if (found := at_rest.beside(flat, of)) is not None:
-            about = {"form": "beside", "key": place.key, "offsets": place.offsets, "crc": _crc(of)}
-            return _pieces(about, torch.float32, shape, strides, found, compress)
+            header_fields = {"form": "beside", "key": place.key, "offsets": place.offsets, "crc": _crc(of)}
+            return _pieces(header_fields, torch.float32, shape, strides, found, compress)
     return _pieces({"form": "plain"}, values.dtype, shape, strides, [flat], compress)
 
 
 def _plain(t: Tensor) -> Tensor:
-    """On the host, without a subclass."""
+    """Returns the tensor's values as a plain Tensor on the host."""
     if hasattr(t, "decoded"):
         t = t.decoded()
     return t.detach().as_subclass(Tensor).cpu().resolve_conj().resolve_neg()
@@ -60,8 +62,9 @@ def _crc(flat: Tensor) -> int:
     return zlib.crc32(_bytes(flat).numpy().data)
 
 
-def _line(t: Tensor) -> Tensor:
-    """A dense tensor's memory, of one dimension; torch's view keeps any stride where there is one element."""
+def _flat_memory(t: Tensor) -> Tensor:
+    """Returns a dense tensor's memory as a tensor of one dimension and stride 1. view(-1) would not do: for a single
+    element it keeps any stride."""
     return t.detach().as_strided((t.numel(),), (1,), t.storage_offset())
 
 
@@ -70,7 +73,7 @@ def _bytes(flat: Tensor) -> Tensor:
 
 
 def _pieces(
-    about: dict[str, Any],
+    header_fields: dict[str, Any],
     dtype: torch.dtype,
     shape: Sequence[int],
     strides: Sequence[int],
@@ -79,21 +82,22 @@ def _pieces(
 ) -> list[Any]:
     described, data = [], []
     for part in parts:
-        values = _line(part.detach().cpu().contiguous())
+        values = _flat_memory(part.detach().cpu().contiguous())
         coded = compress and values.dtype in planes.DTYPES and values.nbytes >= _LEAST
         found = planes.encode(values) if coded else _bytes(values)
         described.append(Part(values.dtype, values.numel(), found.numel(), coded))
         data.append(found.numpy().data)
-    return [head_of(about, dtype, shape, strides, described), *data]
+    return [head_of(header_fields, dtype, shape, strides, described), *data]
 
 
 # -- reading ------------------------------------------------------------------------------------------------------
 
 
 def unpack(found: Record, raw: Tensor, weight_at: WeightAt) -> Tensor:
-    """The tensor. raw: uint8, the record. weight_at: the weight beside a master, of any memory order.
+    """Returns the tensor of a record. raw: the record's bytes, uint8. weight_at: returns the bf16 weight of a master,
+    in any memory order.
 
-    ValueError where it is damaged, truncated, or beside another weight.
+    Raises ValueError if the record is damaged or truncated, or was saved with another weight.
     """
     parts = _parts(found, raw)
     if found.form == "plain":
@@ -108,7 +112,7 @@ def unpack(found: Record, raw: Tensor, weight_at: WeightAt) -> Tensor:
 
 
 def scaled(found: Record, raw: Tensor) -> at_rest.Scaled:
-    """Of a form `scaled`, codes and scales. ValueError as `unpack`."""
+    """Returns the codes and scales of a record of form "scaled". Raises ValueError as `unpack` does."""
     codes, scales = _parts(found, raw)
     return at_rest.Scaled(codes, scales, found.format, found.skip)
 
@@ -139,18 +143,19 @@ def _values(part: Part, raw: Tensor) -> Tensor:
 def _decoded_scaled(found: Record, parts: Sequence[Tensor]) -> Tensor:
     try:
         scaled = at_rest.Scaled(parts[0], parts[1], found.format, found.skip)
-        return _line(at_rest.decoded(scaled, prod(found.shape)))
+        return _flat_memory(at_rest.decoded(scaled, prod(found.shape)))
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"its codes and scales are not of each other ({error})") from error
 
 
 def _beside(found: Record, parts: Sequence[Tensor], weight_at: WeightAt) -> Tensor:
+    """Returns the fp32 master of a record of form "beside", in memory order."""
     assert found.place is not None
     weight = weight_at(found.place)
     if weight.dtype != torch.bfloat16 or tuple(weight.shape) != found.shape:
         raise ValueError(f"{found.place.key!r}, which it is stored beside, is {weight.dtype} {tuple(weight.shape)}")
     like = torch.empty_strided(found.shape, found.strides, dtype=weight.dtype, device="cpu")
-    of = _line(dense.in_order_of(like, weight.cpu()))
+    of = _flat_memory(dense.in_order_of(like, weight.cpu()))
     if _crc(of) != found.weight_crc:
         raise ValueError(f"{found.place.key!r}, which it is stored beside, is not what it was when this was saved")
     remainder = at_rest.Remainder(parts[0], parts[1], parts[2])
@@ -162,7 +167,7 @@ def _beside(found: Record, parts: Sequence[Tensor], weight_at: WeightAt) -> Tens
 
 
 def check(found: Record, raw: Tensor) -> None:
-    """Compares the checksums of the parts that have some. ValueError where one is another one."""
+    """Compares the checksums of the entropy-coded parts; other parts have none. Raises ValueError if one is wrong."""
     at = found.begin
     for part in found.parts:
         if part.coded:

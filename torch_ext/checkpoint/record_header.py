@@ -1,12 +1,13 @@
-"""The header of a record, which is one tensor at rest as bytes: what its parts are and where they are.
+"""The header of a record. A record is one tensor encoded as bytes, in the form in which it is stored ("at_rest").
 
-A record is a magic word, the length and the checksum of a header, the header (JSON) and the parts. What the parts are
-depends on its form:
-  plain    the values
-  scaled   a block-scaled moment: codes and scales; the values are fp32
-  beside   an fp32 master beside its bf16 weight, which the checkpoint has elsewhere: remainders, and the elements for
-           which these do not suffice (`optim.state.at_rest`)
-Parts that are coded have checksums of their blocks; of others whoever holds the record has one.
+A record is a magic word, the header's length and checksum, the header (JSON) and the parts. The parts depend on the
+record's form:
+  plain    one part: the values
+  scaled   a block-scaled moment: codes and scales; decoded values are fp32
+  beside   an fp32 master whose bf16 weight is elsewhere in the same checkpoint: the remainders; and indices and bits of
+           the elements that weight and remainder do not determine (`optim.state.at_rest`)
+Entropy-coded parts have a checksum for each of their blocks. Other parts are covered by a checksum that the file around
+the record has.
 """
 
 import json
@@ -24,7 +25,7 @@ _PARTS = {"plain": 1, "scaled": 2, "beside": 3}
 
 
 class Place(NamedTuple):
-    """The elements of a tensor of a checkpoint that a weight beside a master is."""
+    """The region of a tensor of the checkpoint that holds the bf16 weight of a master."""
 
     key: str
     offsets: tuple[int, ...]
@@ -32,6 +33,8 @@ class Place(NamedTuple):
 
 
 class Part(NamedTuple):
+    """One part of a record. nbytes: size in the record. coded: whether it is entropy-coded."""
+
     dtype: torch.dtype
     numel: int
     nbytes: int
@@ -39,22 +42,24 @@ class Part(NamedTuple):
 
 
 class Record(NamedTuple):
-    """A record whose header was read."""
+    """The parsed header of a record."""
 
     form: str
     dtype: torch.dtype
-    """Of the values."""
+    """dtype of the decoded values."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     place: Place | None
-    """Of a form `beside`."""
+    """Form "beside": where the weight is; else None."""
     weight_crc: int
+    """Form "beside": CRC-32 of that weight, in the record's memory order; else 0."""
     format: int
+    """Form "scaled": the codes' format, constants.FORMAT_*; else 0."""
     skip: int
-    """Of a form `scaled`: how its elements were rounded, and how many of its codes are before the first one."""
+    """Form "scaled": number of codes before the tensor's first element; else 0."""
     parts: tuple[Part, ...]
     begin: int
-    """Where the first part begins."""
+    """Offset of the first part in the record."""
 
     @property
     def nbytes(self) -> int:
@@ -62,21 +67,26 @@ class Record(NamedTuple):
 
     @property
     def plain_bytes(self) -> int:
-        """What the parts are before they are coded."""
+        """Size of the parts before entropy-coding."""
         return sum(part.numel * part.dtype.itemsize for part in self.parts)
 
     @property
     def stored(self) -> str:
-        """The dtype in which it is stored, for people."""
+        """The name of the dtype in which the tensor is stored, for listings."""
         return str(self.parts[0].dtype).removeprefix("torch.")
 
 
 def head_of(
-    about: dict[str, Any], dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], parts: Sequence[Part]
+    header_fields: dict[str, Any],
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    parts: Sequence[Part],
 ) -> bytes:
-    """What a record begins with. about: "form", and what is said of that form alone; dtype: of the values."""
+    """Returns the beginning of a record, up to the first part. header_fields: "form", and the fields that only this
+    form has. dtype: of the decoded values."""
     described = [[_name(part.dtype), part.numel, part.nbytes, int(part.coded)] for part in parts]
-    header = about | {"dtype": _name(dtype), "shape": list(shape), "strides": list(strides), "parts": described}
+    header = header_fields | {"dtype": _name(dtype), "shape": list(shape), "strides": list(strides), "parts": described}
     raw = json.dumps(header, separators=(",", ":")).encode()
     return MAGIC + len(raw).to_bytes(4, "little") + zlib.crc32(raw).to_bytes(4, "little") + raw
 
@@ -90,7 +100,8 @@ def is_record(begin: bytes) -> bool:
 
 
 def head_bytes(begin: bytes) -> int:
-    """Of a record that begins so (_HEAD bytes or more), up to the first part. ValueError where it is none."""
+    """Returns the offset of a record's first part. begin: the record's first _HEAD bytes or more. Raises ValueError if
+    it is no record."""
     if len(begin) < _HEAD or not is_record(begin):
         raise ValueError("it is no tensor at rest, or truncated")
     length = int.from_bytes(begin[len(MAGIC) : len(MAGIC) + 4], "little")
@@ -100,7 +111,7 @@ def head_bytes(begin: bytes) -> int:
 
 
 def parse(raw: bytes) -> Record:
-    """The header of a record, which `raw` begins with. ValueError where it is damaged or truncated."""
+    """Parses the header of the record that `raw` begins with. Raises ValueError if it is damaged or truncated."""
     begin = head_bytes(raw)
     header = raw[_HEAD:begin]
     if len(header) < begin - _HEAD or zlib.crc32(header).to_bytes(4, "little") != raw[_HEAD - 4 : _HEAD]:

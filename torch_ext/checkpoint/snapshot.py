@@ -1,6 +1,6 @@
-"""Copies of a state in host memory that is allocated once and used again.
+"""Copies a training state into host memory that is allocated once and used again.
 
-Of state tensors that are stored in another form what is stored is copied, so that a copy takes what the state takes.
+State tensors that are stored compressed are copied in that form, so the copy takes as much memory as the state itself.
 """
 
 import copy
@@ -19,27 +19,27 @@ from torch_ext.tensors import dense, host_copies
 
 
 class Buffers:
-    """Memory of one copy."""
+    """Host memory for one copy of a state. All attributes but `_kept` are used during `take` only."""
 
     def __init__(self) -> None:
-        self._kept: list[Tensor] = []
-        self._used = 0
-        self._copies: dict[Any, Tensor] = {}  # by the memory that they are of
-        self._found: dict[int, Tensor] = {}  # the same by the ids of the tensors, which is quicker
-        self._originals: list[Tensor] = []  # so that no other gets the id or the address of one before it is copied
-        self._fresh: list[tuple[Tensor, Tensor]] = []  # to be copied: into memory that was allocated just now
-        self._pairs: list[tuple[Tensor, Tensor]] = []  # and into other memory
+        self._kept: list[Tensor] = []  # the memory, which the next copy uses again
+        self._used = 0  # how many of these tensors the copy has used so far
+        self._copies_by_memory: dict[Any, Tensor] = {}  # by address, dtype, shape and strides of the original
+        self._copies_by_id: dict[int, Tensor] = {}  # by id of the original, which is quicker to look up
+        self._originals: list[Tensor] = []  # kept alive, so that no new tensor gets the id or address of one of them
+        self._fresh: list[tuple[Tensor, Tensor]] = []  # (target, source) still to copy, into newly allocated memory
+        self._pairs: list[tuple[Tensor, Tensor]] = []  # (target, source) still to copy, into memory used before
 
     @property
     def nbytes(self) -> int:
         return sum(kept.nbytes for kept in self._kept)
 
     def take(self, obj: Any) -> Any:
-        """A copy of the object, of plain containers at any depth. What an earlier one held is overwritten."""
+        """Returns a copy of `obj`, which may be plain containers nested to any depth. Overwrites the previous copy."""
         self._used = 0
         try:
             with torch.no_grad():
-                copied = _mapped(obj, self._of_value)
+                copied = _mapped(obj, self._copy_value)
                 host_copies.copy(self._fresh, fresh=True)
                 host_copies.copy(self._pairs)
             if any(t.is_cuda for t in self._originals):
@@ -47,59 +47,61 @@ class Buffers:
             return copied
         finally:
             del self._kept[self._used :]
-            self._copies, self._found, self._originals, self._fresh, self._pairs = {}, {}, [], [], []
+            self._copies_by_memory, self._copies_by_id, self._originals, self._fresh, self._pairs = {}, {}, [], [], []
 
-    def _of_value(self, value: Any) -> Any:
+    def _copy_value(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return copy.deepcopy(value)
         if local_shard.is_dtensor(value):
             from torch.distributed.tensor import DTensor
 
-            local = self._of_tensor(value.detach().to_local())  # type: ignore[attr-defined]
+            local = self._copy_tensor(value.detach().to_local())  # type: ignore[attr-defined]
             mesh, placements = value.device_mesh, value.placements  # type: ignore[attr-defined]
             shape, stride = value.shape, value.stride()
             return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-        return self._of_tensor(value)
+        return self._copy_tensor(value)
 
-    def _of_tensor(self, t: Tensor) -> Tensor:
+    def _copy_tensor(self, t: Tensor) -> Tensor:
         if isinstance(t, StateTensor):
-            return self._of_state(t)
+            return self._copy_state_tensor(t)
         if isinstance(t, LargeTensor):
-            copied = self._of_plain(t.as_subclass(Tensor))
+            copied = self._copy_plain(t.as_subclass(Tensor))
             return large_tensor.like(t, copied)
         if type(t) not in (Tensor, torch.nn.Parameter, dense.SharingTensor) or t.layout is not torch.strided:
             return copy.deepcopy(t)
-        return self._of_plain(t.detach().as_subclass(Tensor))
+        return self._copy_plain(t.detach().as_subclass(Tensor))
 
-    def _of_state(self, t: StateTensor) -> Tensor:
+    def _copy_state_tensor(self, t: StateTensor) -> Tensor:
         source = t.handle.source
         if isinstance(source, PlainState):
-            return StateTensor(t.handle._replace(source=PlainState(self._of_plain(source.flat))))
-        if source.pending:  # it is being loaded into
+            return StateTensor(t.handle._replace(source=PlainState(self._copy_plain(source.flat))))
+        if source.pending:  # a load into this state is under way
             return copy.deepcopy(t)
-        state = {key: self._of_plain(value) for key, value in source.state.items()}
-        weight = self._of_plain(source.weight)
+        state = {key: self._copy_plain(value) for key, value in source.state.items()}
+        weight = self._copy_plain(source.weight)
         return StateTensor(t.handle._replace(source=EncodedState(weight, state, source.kinds, source.key)))
 
-    def _of_plain(self, t: Tensor) -> Tensor:
-        """Each memory once. It is copied when all of them are known."""
-        found = self._found.get(id(t))
+    def _copy_plain(self, t: Tensor) -> Tensor:
+        """Returns the host tensor for a copy of t. Tensors in the same memory share one. `take` copies the data, when
+        all tensors are known."""
+        found = self._copies_by_id.get(id(t))
         if found is None:
             self._originals.append(t)
-            found = self._found[id(t)] = self._of_memory(t)
+            found = self._copies_by_id[id(t)] = self._copy_memory(t)
         return found
 
-    def _of_memory(self, t: Tensor) -> Tensor:
+    def _copy_memory(self, t: Tensor) -> Tensor:
         if not dense.is_dense(t):
             t = t.contiguous()
             self._originals.append(t)
         key = t.data_ptr(), t.dtype, t.shape, t.stride()
-        if not t.numel() or key not in self._copies:
-            self._copies[key] = self._buffer(t)
-        return self._copies[key]
+        if not t.numel() or key not in self._copies_by_memory:
+            self._copies_by_memory[key] = self._buffer(t)
+        return self._copies_by_memory[key]
 
     def _buffer(self, t: Tensor) -> Tensor:
-        """The next one that is kept, where it is like t; else a new one in its place."""
+        """Returns the next kept tensor if its dtype, shape and memory order are t's. Otherwise allocates a new one and
+        drops the kept tensors from there on."""
         at = self._used
         self._used += 1
         if at < len(self._kept) and dense.same_order(self._kept[at], t) and self._kept[at].dtype == t.dtype:

@@ -1,10 +1,11 @@
-"""The files of a folder of incremental weights: their names, and which of them make a version.
+"""File names in a folder of incremental weights, and which files make up a version.
 
-Note: no file is ever changed, and each is there under its name when all of it is durable. A rank writes its part of a
-version, all of its weights ("full") or what changed ("delta"), without a word to the others: a version is there when
-the parts of all ranks are. A chain is what one publisher says; the file of its run, which part 0 writes before its
-first part, puts the chains that came to the folder in order. So a job that is killed anywhere leaves a version less,
-and whoever reads sees from the names what is missing because somebody removed it: a delta without the file before it.
+Note: ranks write without communication, and any of them may be killed at any time; a reader must still find the last
+complete version, and notice files that somebody removed. No file is ever changed, and a file gets its name only once it
+is durable. A rank writes its part of a version as all of its weights ("full") or what changed ("delta"). A version is
+complete when the parts of all ranks exist. A chain is the sequence of versions of one publisher. Before its first part,
+part 0 writes the run file of its chain; the run's number says in which order the chains came to the folder. So a job
+that is killed only loses its last version. A removed file shows in the names: a delta without the file before it.
 """
 
 import re
@@ -17,12 +18,12 @@ _PART = re.compile(_CHAIN + r"\.(?P<version>\d{8,18})\.(?P<part>\d{1,9})of(?P<pa
 _RUN = re.compile(_CHAIN + r"\.run(?P<run>\d{6,18})")
 _UNFINISHED = re.compile(_CHAIN + r"\..*\.unfinished")
 
-# The form of a file that is not there: nobody can tell.
-_EITHER = "*"
+# The form of a missing file, which is unknown.
+_UNKNOWN_FORM = "*"
 
 
 class PartFile(NamedTuple):
-    """One rank's part of a version."""
+    """The file of one rank's part of a version, described by its name."""
 
     chain: str
     """32 hexadecimal digits."""
@@ -46,51 +47,54 @@ def unfinished(name: str) -> str:
 
 
 class Chain(NamedTuple):
+    """The files of one publisher's chain."""
+
     name: str
     run: int
-    """0: the file that says it is not there."""
+    """Number of the run; 0 if the run file is missing."""
     files: dict[tuple[int, int], PartFile]
-    """By version and part; of two forms the full one."""
+    """Keyed by version and part. If both a full and a delta file exist, the full one."""
     parts: int
 
     def complete(self, version: int, form: str) -> bool:
+        """Whether the parts of all ranks of this version exist in this form."""
         found = [self.files.get((version, part)) for part in range(self.parts)]
         return all(file is not None and file.form == form for file in found)
 
     def newest_full(self, until: int | None = None) -> int | None:
-        """The last version that begins anew, of those until `until`."""
+        """Returns the last version, up to `until`, of which all parts are full; None if there is none."""
         versions = {version for version, _ in self.files if until is None or version <= until}
         return max((version for version in versions if self.complete(version, "full")), default=None)
 
-    def begun_apart(self) -> bool:
-        """Whether some ranks began anew, and the others did not at that version, or have not yet."""
+    def full_on_some_ranks(self) -> bool:
+        """Whether some rank has saved all its weights since the last version at which all ranks did."""
         newest = self.newest_full() or 0
         return any(file.form == "full" and version > newest for (version, _), file in self.files.items())
 
     def last(self, full: int) -> int:
-        """The last version that the one of this number and deltas make."""
+        """Returns the last version that can be built from version `full` and the deltas after it."""
         while self.complete(full + 1, "delta"):
             full += 1
         return full
 
     def of(self, full: int, last: int) -> list[PartFile]:
-        """What makes it."""
+        """Returns the files needed to build version `last` from version `full`."""
         return [self.files[version, part] for version in range(full, last + 1) for part in range(self.parts)]
 
-    def lost(self, since: int) -> PartFile | None:
-        """A file of a version from `since` on that a later one needs, and that is not there, of either form."""
+    def gap(self, since: int) -> PartFile | None:
+        """Returns a missing file, of version `since` or later, that a later delta needs; None if none is missing."""
         for version, part in sorted(self.files):
             file = self.files[version, part]
             if file.form == "delta" and version > since and (version - 1, part) not in self.files:
-                return file._replace(version=version - 1, form=_EITHER)
+                return file._replace(version=version - 1, form=_UNKNOWN_FORM)
         return None
 
 
 def chains_of(names: Iterable[str]) -> list[Chain]:
-    """The newest first; last those of which the run's number is not known."""
+    """Returns the chains of these files, newest first. Chains without a run file come last."""
     runs: dict[str, int] = {}
     files: dict[str, dict[tuple[int, int], PartFile]] = {}
-    for name in sorted(names):  # "full" comes after "delta"
+    for name in sorted(names):  # "full" sorts after "delta" and so replaces it
         if (found := _RUN.fullmatch(name)) is not None:
             runs[found["chain"]] = max(int(found["run"]), runs.get(found["chain"], 0))
         elif (found := _PART.fullmatch(name)) is not None:
@@ -106,25 +110,25 @@ def chains_of(names: Iterable[str]) -> list[Chain]:
 
 
 def chain_in(name: str) -> str | None:
-    """The chain of which a file is, unfinished ones too; None where it is none of these."""
+    """Returns the chain that a file, which may be unfinished, belongs to; None if the name is not of this format."""
     found = _PART.fullmatch(name) or _RUN.fullmatch(name) or _UNFINISHED.fullmatch(name)
     return found["chain"] if found else None
 
 
 class Version(NamedTuple):
-    """What a version is made of."""
+    """A version that can be loaded, and its files."""
 
     number: int
     full: int
-    """The version that has all weights."""
+    """The version with all weights that it is built from."""
     files: list[PartFile]
 
 
 def version_in(folder: Path, names: Iterable[str], number: int | None = None) -> Version:
-    """Of this number, or the last one that is whole, of the newest run that has one.
+    """Returns the version of this number; None: the last complete one of the newest run that has one.
 
-    FileNotFoundError where there are no incremental weights. ValueError, naming it, where a file is missing that a
-    later one needs, or that this version needs.
+    Raises FileNotFoundError if the folder has no incremental weights. Raises ValueError, with its name, if a file is
+    missing that this version or a later file needs.
     """
     chains = chains_of(names)
     if not chains:
@@ -133,27 +137,31 @@ def version_in(folder: Path, names: Iterable[str], number: int | None = None) ->
         if chain.files and not chain.run:
             raise ValueError(f"{folder / run_name(chain.name, 1)[:-6]}*, which says when this chain began, is missing")
         full = chain.newest_full(number)
-        if (lost := chain.lost(full or 0)) is not None and (number is None or lost.version <= number):
-            raise ValueError(f"{folder / lost.name} is missing, and later files need it{_else(chain, lost.version)}")
+        if (gap := chain.gap(full or 0)) is not None and (number is None or gap.version <= number):
+            raise ValueError(
+                f"{folder / gap.name} is missing, and later files need it{_alternative(chain, gap.version)}"
+            )
         if full is None:
             continue
         last = chain.last(full)
         if number is not None and last < number:
             absent = next(p for p in range(chain.parts) if (last + 1, p) not in chain.files)
-            file = PartFile(chain.name, last + 1, absent, chain.parts, _EITHER)
-            raise ValueError(f"version {number} is not there: {folder / file.name} is missing{_else(chain, last + 1)}")
+            file = PartFile(chain.name, last + 1, absent, chain.parts, _UNKNOWN_FORM)
+            raise ValueError(
+                f"version {number} is not there: {folder / file.name} is missing{_alternative(chain, last + 1)}"
+            )
         last = last if number is None else number
         return Version(last, full, chain.of(full, last))
     which = "no version" if number is None else f"no version until {number}"
     raise ValueError(f"{folder} has {which} of which the parts of all ranks are there")
 
 
-def _else(chain: Chain, version: int) -> str:
-    """What can be loaded where a file of this version cannot."""
+def _alternative(chain: Chain, version: int) -> str:
+    """Returns text for a message: which version can be loaded if a file of this version cannot."""
     full = chain.newest_full(version - 1)
     return "" if full is None else f"; version {min(chain.last(full), version - 1)} can be loaded (version=)"
 
 
 def without(names: Iterable[str], file: PartFile) -> str:
-    """The same, of one that is damaged."""
-    return next((_else(chain, file.version) for chain in chains_of(names) if chain.name == file.chain), "")
+    """Returns text for a message: which version can be loaded without this damaged file."""
+    return next((_alternative(chain, file.version) for chain in chains_of(names) if chain.name == file.chain), "")

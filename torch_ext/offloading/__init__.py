@@ -1,1 +1,1 @@
-"""Weights, gradients and optimizer states are moved out of the device's memory, and back."""
+"""Moves weights, gradients and optimizer states out of the device's memory, and back."""

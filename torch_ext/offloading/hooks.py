@@ -1,4 +1,4 @@
-"""Hooks that turn a use of what is offloaded into an error. All but one are there only as long as it is offloaded."""
+"""Hooks that raise RuntimeError when offloaded memory is used. All but one exist only while something is offloaded."""
 
 import functools
 from collections.abc import Callable
@@ -12,11 +12,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch_ext.params import local_shard
 from torch_ext.tensors import offload_guard
 
-_COPIES = "__reduce_ex__"  # what pickle and copy.deepcopy ask an object, not its class, for
+_COPIES = "__reduce_ex__"  # pickle and copy.deepcopy look this method up on the object, not on its class
 
 
 class Refusals:
-    """What the hooks of one `install` ask before they refuse: an interrupt may keep some of them from being removed."""
+    """A switch that the hooks of one `install` check before they raise. An interrupt may prevent the removal of some
+    hooks; `withdrawn` then disables them."""
 
     withdrawn = False
 
@@ -24,8 +25,10 @@ class Refusals:
 def install(
     hooks: ExitStack, owner: nn.Module | torch.optim.Optimizer, offloaded: set[str], refusals: Refusals
 ) -> None:
-    """offloaded: "params" and "grads" of a model, "states" of an optimizer; may be empty. Closing `hooks` removes what
-    was installed before."""
+    """Installs the hooks for one model or optimizer.
+
+    hooks: gets the callbacks that remove the hooks. offloaded: the offloaded kinds, "params" and "grads" of a model or
+    "states" of an optimizer; may be empty."""
     if offloaded:
         _refuse_steps()
     if isinstance(owner, torch.optim.Optimizer):
@@ -35,7 +38,7 @@ def install(
 
 
 def forget(owner: nn.Module | torch.optim.Optimizer) -> None:
-    """Takes back what asks no `Refusals`, where an interrupt kept the closing of `hooks` from doing so."""
+    """Removes what does not check `Refusals`, in case an interrupt prevented the closing of `hooks` from doing so."""
     if isinstance(owner, torch.optim.Optimizer):
         offload_guard.optimizers.discard(owner)
         return
@@ -48,7 +51,7 @@ def forget(owner: nn.Module | torch.optim.Optimizer) -> None:
 
 def _install_on_optimizer(hooks: ExitStack, optimizer: torch.optim.Optimizer, offloaded: bool) -> None:
     if not offloaded:
-        offload_guard.optimizers.discard(optimizer)  # a callback of `hooks` would keep it alive
+        offload_guard.optimizers.discard(optimizer)  # not by a callback of `hooks`, which would keep it alive
         return
     offload_guard.optimizers.add(optimizer)
     hooks.callback(optimizer.register_state_dict_pre_hook(_refuse_states("state_dict()")).remove)
@@ -64,21 +67,22 @@ def _install_on_model(hooks: ExitStack, model: nn.Module, offloaded: set[str], r
                 hooks.callback(names.pop, p, None)
     if "params" in offloaded:
         for module in model.modules():
-            # First, before FSDP2 gathers weights.
+            # prepend: before FSDP2's hook, which would all-gather weights.
             hooks.callback(module.register_forward_pre_hook(refuse("forward"), prepend=True).remove)
             hooks.callback(module.register_state_dict_pre_hook(refuse("state_dict()")).remove)
             hooks.callback(module.register_load_state_dict_pre_hook(refuse("load_state_dict()")).remove)
-            # Before the class's, which would have torch read weights that are not there.
+            # Hides the class's method, with which torch would read the missing weights.
             module.__dict__[_COPIES] = functools.partial(_refuse, "a copy or pickle", type(module).__name__)
             hooks.callback(module.__dict__.pop, _COPIES, None)
     for p in model.parameters():
-        if p.requires_grad and not local_shard.is_dtensor(p):  # those of DTensors FSDPReducer refuses
+        if p.requires_grad and not local_shard.is_dtensor(p):  # for DTensors, FSDPReducer raises
             hooks.callback(p.register_hook(functools.partial(_refuse_gradient, refusals)).remove)
 
 
 @functools.cache
 def _refuse_steps() -> None:
-    """For good, and of every optimizer: other ones than those that were offloaded have the same parameters."""
+    """Installs, permanently and for every optimizer, the hook that raises in step(): any optimizer may have parameters
+    whose weights or gradients are offloaded."""
     register_optimizer_step_pre_hook(_refuse_step)
 
 

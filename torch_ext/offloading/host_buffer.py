@@ -1,4 +1,4 @@
-"""Host memory for what is offloaded: allocated once, and filled again every time."""
+"""`HostBuffer`, the host memory for offloaded storages: allocated once and used again by each offload."""
 
 from collections.abc import Iterable, Iterator
 
@@ -7,12 +7,13 @@ from torch import Tensor
 from torch_ext.tensors import host_copies
 
 SLAB = 1 << 28
-"""Bytes of a slab at most. torch pins memory in powers of two, so one buffer of all bytes could take twice as many."""
+"""The most bytes of a slab. torch pins memory in powers of two, so a single buffer could take twice the bytes
+needed."""
 _MIN_SLAB = 1 << 12
 
 
 class HostBuffer:
-    """Bytes [0, capacity) of host memory, in slabs; grows, and is kept as long as this lives."""
+    """Host memory with offsets [0, capacity), in slabs. It grows as needed and never shrinks."""
 
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
@@ -20,7 +21,7 @@ class HostBuffer:
         self.capacity = 0
 
     def reserve(self, nbytes: int) -> None:
-        """Makes the capacity nbytes at least."""
+        """Increases the capacity to at least nbytes."""
         while self.capacity < nbytes:
             wanted = max(_MIN_SLAB, min(SLAB, nbytes - self.capacity))
             slab = host_copies.allocate(1 << (wanted - 1).bit_length(), self._pinned)
@@ -28,17 +29,19 @@ class HostBuffer:
             self.capacity += slab.numel()
 
     def store(self, sources: Iterable[tuple[int, Tensor]]) -> None:
-        """sources: offsets in this buffer, and what to copy there (uint8, one dimension, any device). A device's copies
-        are queued."""
+        """Copies data into this buffer. sources: (offset in this buffer, tensor), tensors uint8 of one dimension on any
+        device. Copies from a device are only queued."""
         host_copies.copy((host, part) for offset, source in sources for host, part in self._slices(offset, source))
 
     def load(self, targets: Iterable[tuple[int, Tensor]]) -> None:
-        """Copies back what was stored at these offsets, likewise."""
+        """Copies data out of this buffer. targets: (offset, tensor), as for `store`. Copies to a device are only
+        queued.
+        """
         pairs = ((part, host) for offset, target in targets for host, part in self._slices(offset, target))
         host_copies.copy(pairs, fresh=True)
 
     def _slices(self, offset: int, t: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Bytes [offset, offset + t.numel()) slab by slab, and the part of t beside each."""
+        """Yields the bytes [offset, offset + t.numel()) of this buffer slab by slab, each with its part of t."""
         start = 0
         for slab in self._slabs:
             first, last = max(offset, start), min(offset + t.numel(), start + slab.numel())

@@ -1,7 +1,7 @@
-"""`offload` and `onload`: weights, gradients and optimizer states are moved out of the device's memory, and back.
+"""`offload` and `onload`, which move weights, gradients and optimizer states out of the device's memory, and back.
 
-What moves is a storage, not a tensor: it is resized to nothing and later to what it was, so that parameters, the views
-that flat buffers consist of, and every other tensor in it stay the objects that they were.
+They move storages, not tensors: a storage is resized to 0 bytes, and later to its previous size. So parameters, views
+of flat buffers and all other tensors in the storage stay the same objects.
 """
 
 import sys
@@ -28,7 +28,7 @@ from torch_ext.tensors.storage import Memory
 Models: TypeAlias = nn.Module | Iterable[nn.Module]
 Owner: TypeAlias = nn.Module | torch.optim.Optimizer
 
-_HOST = ("cpu", "meta")  # no accelerator's
+_HOST = ("cpu", "meta")  # device types that are no accelerators
 
 
 def offload(
@@ -39,34 +39,33 @@ def offload(
     grads: bool = True,
     states: bool = True,
 ) -> None:
-    """Moves weights, gradients and optimizer states out of the device's memory, until `onload`. Call it between steps.
+    """Moves weights, gradients and optimizer states out of the device's memory until `onload`. Call it between steps.
 
-    model: a module, parallelized or not, or several (the chunks of a pipeline, models with tied weights); what
-        torch.compile returned, if that is called. Its weights are parameters, frozen ones too, and buffers.
-    optimizer: ours or any of torch's form, in a framework's wrapper or not; None, or one that has no state yet, is
-        fine.
-    params: weights are copied to host memory.
-    grads: gradients are released: `.grad` is None until onload, which makes it the same tensors again, zero. Buffers
-        and shards of a parallelized model are released, too; those of DistributedDataParallel are its own and stay.
-    states: of the optimizer, masters included, are copied to host memory; the step counters stay, and what
-        offload_fraction keeps on the host is there already.
+    model: a module, parallelized or not, or several (the chunks of a pipeline, models with tied weights). If training
+        calls the result of torch.compile, pass that. Its weights are all parameters, frozen ones included, and buffers.
+    optimizer: an optimizer of torch_ext or any torch.optim.Optimizer, also in a framework's wrapper; may be without
+        state, or None.
+    params: copies weights to host memory.
+    grads: frees gradients. `.grad` is None until onload, which restores the same tensors, filled with zeros. Gradient
+        buffers and shards of a parallelized model are freed, too, but not DistributedDataParallel's own buffers.
+    states: copies the optimizer's states, masters included, to host memory. Step counters stay where they are;
+        offload_fraction's states are on the host already.
 
-    Host memory is allocated once, pinned where the device is an accelerator, and kept for the next time, as long as the
-    model and the optimizer live. Without an accelerator host memory stands in for the device's: the same code releases
-    and brings back storages there. Tensors remain the objects that they were, with shape, strides and what views what;
-    addresses change, which a captured CUDA graph does not survive. torch.cuda.empty_cache() gives the room to other
-    processes. Not collective: each rank moves its own.
+    Host memory is allocated once, pinned if the device is an accelerator, and kept for the next call, as long as model
+    and optimizer exist. Without an accelerator, host memory stands in for the device's and the same code runs. Tensors
+    stay the same objects, with the same shapes, strides and views. Their addresses change, so a captured CUDA graph
+    becomes invalid. torch.cuda.empty_cache() gives the freed memory to other processes. Not collective: each rank moves
+    its own tensors.
 
-    What is offloaded already stays so; each kind may be moved by itself. While something is offloaded, a forward, a
-    backward, a step, a clip, a copy or pickle of the model, and saving and loading by state_dict raise RuntimeError as
-    far as they need it, naming `onload`. Other code of yours must not touch these tensors, those of a state_dict that
-    was handed out before among them: reading one ends the process. A graph that was made before cannot be
-    backpropagated through any more, not after onload either.
+    What is already offloaded stays so; each kind may be moved alone. While something is offloaded, whatever needs it
+    raises RuntimeError, naming `onload`: forward, backward, step, clip, copy or pickle of the model, saving and loading
+    by state_dict. Other code must not touch these tensors, not even in a state_dict from before: reading one crashes
+    the process. Autograd graphs from before cannot be backpropagated any more, not even after onload.
 
-    Raises RuntimeError, and has changed nothing, for a backward, a forward or an exchange under way; for gradients that
-    were stepped in backward and no step() since; within master_weights(); for memory that is not torch's alone
-    (`.numpy()`, share_memory_(), a mapped file, a state_dict of a model with flat buffers that is held still), and
-    where there is not enough host memory.
+    Raises RuntimeError, with nothing changed, during a forward, a backward or a gradient exchange; between a backward
+    that stepped parameters and step(); within master_weights(); for memory that torch does not own alone (`.numpy()`,
+    share_memory_(), a mapped file, a state_dict of a model with flat buffers that still exists); and if there is not
+    enough host memory.
     """
     plan = OffloadPlan("offload", model, optimizer, {"params": params, "grads": grads, "states": states})
     plan.refuse_shared_weights()
@@ -76,7 +75,7 @@ def offload(
         transfer.offload_all(moves, plan.devices, plan.refuse_use)
         plan.finish_offload()
     except BaseException:
-        if transfer.are_offloaded(moves):  # an interrupt came behind it
+        if transfer.are_offloaded(moves):  # an interrupt after everything was moved
             plan.finish_offload()
         else:
             complete(plan.allow_use)
@@ -91,12 +90,11 @@ def onload(
     grads: bool = True,
     states: bool = True,
 ) -> None:
-    """Brings back what `offload` moved: weights and states with the bits that they had, gradients zero.
+    """Moves back what `offload` moved: weights and states bit for bit, gradients as zeros.
 
-    model, optimizer, params, grads, states: as offload's; what is not offloaded is left alone.
+    model, optimizer, params, grads, states: as for offload. What is not offloaded is left alone.
 
-    Raises RuntimeError, with everything still in host memory, where the device has not enough room for all that is
-    asked for.
+    Raises RuntimeError, with everything still in host memory, if the device has not enough memory for all of it.
     """
     plan = OffloadPlan("onload", model, optimizer, {"params": params, "grads": grads, "states": states})
     if params:
@@ -107,7 +105,7 @@ def onload(
 
 
 class _Record:
-    """What of a model or an optimizer is offloaded, and the hooks that refuse its use meanwhile."""
+    """The offloaded kinds and storages of one model or optimizer, and the hooks that raise if it is used meanwhile."""
 
     def __init__(self, owner: Owner, pinned: bool) -> None:
         self.pinned, self.grads = pinned, Released()
@@ -121,7 +119,7 @@ class _Record:
         self._refusals = hooks.Refusals()
 
     def hook(self, owner: Owner) -> None:
-        """Replaces the hooks by those that fit what is offloaded now."""
+        """Replaces the hooks by hooks for the kinds that are offloaded now."""
         self._refusals.withdrawn = True
         self._hooks.close()
         hooks.forget(owner)
@@ -140,12 +138,13 @@ def _record_of(owner: Owner, pinned: bool) -> _Record:
 
 
 class OffloadPlan:
-    """One call: its models and its optimizer, and the kinds of memory that it moves ("params", "grads", "states")."""
+    """One call of `offload` or `onload`: models, optimizer, and the kinds of memory to move ("params", "grads",
+    "states")."""
 
     def __init__(
         self, doing: str, model: Models, optimizer: torch.optim.Optimizer | None, kinds: dict[str, bool]
     ) -> None:
-        """doing: "offload" or "onload". RuntimeError where the memory is in use."""
+        """doing: "offload" or "onload". Raises RuntimeError if the memory is in use."""
         self._doing, self._kinds = doing, {kind for kind, wanted in kinds.items() if wanted}
         self._models, self._optimizer = _models_of(model), _optimizer_of(optimizer)
         self._refuse_in_use()
@@ -179,7 +178,7 @@ class OffloadPlan:
             )
 
     def refuse_shared_weights(self) -> None:
-        """RuntimeError where weights were offloaded with a model that is not in this call."""
+        """Raises RuntimeError if weights were offloaded together with another model that is not in this call."""
         transfers = [record.transfers["params"] for _, record in self._records if "params" in record.transfers]
         known = {id(piece.memory.storage) for one in transfers for piece in one.pieces}
         for name, weight in self._weights:
@@ -191,7 +190,7 @@ class OffloadPlan:
                     )
 
     def moves(self) -> list[Move]:
-        """What is to be offloaded; memory that is of two kinds counts as the first of params, grads and states."""
+        """Returns the memory to offload. Memory of two kinds counts as the first of params, grads and states."""
         stays = self._optimizer.stays() if isinstance(self._optimizer, Adam) else ()
         known = set(storage.memories_of(("", t) for t in stays))
         moves: list[Move] = []
@@ -204,14 +203,14 @@ class OffloadPlan:
         return moves
 
     def _new_memories(self, named: Iterable[tuple[str, Tensor]], known: set[int]) -> list[Memory]:
-        """Those on the device that are not in `known`, to which they are added. Where there is an accelerator, storages
-        in host memory do not move."""
+        """Returns the memories of these tensors whose addresses are not in `known`, and adds the addresses. With an
+        accelerator, storages in host memory are left out: they do not move."""
         new = {address: m for address, m in storage.memories_of(named).items() if address not in known}
         known.update(new)
         return [m for m in new.values() if not self.devices or m.storage.device.type != "cpu"]
 
     def offloaded(self) -> list[StorageTransfer]:
-        """What is to be brought back."""
+        """Returns the storages to bring back."""
         return [
             transfer
             for _, record in self._records
@@ -220,21 +219,22 @@ class OffloadPlan:
         ]
 
     def refuse_use(self) -> None:
-        """From here on: memory is about to be released, and a signal handler, say, may want to save what lies there."""
+        """Installs the hooks that raise on use. Called before memory is freed: a signal handler, for example, may try
+        to save it at any time."""
         for owner, record in self._records:
             record.offloaded |= self._kinds & record.transfers.keys()
             record.hook(owner)
         self._refused = True
 
     def allow_use(self) -> None:
-        """Of what was not offloaded before: nothing was released after all. May be called again."""
+        """Undoes `refuse_use` after an error: what was not offloaded before may be used again. May be called again."""
         self._refused = False
         for (owner, record), before in zip(self._records, self._offloaded_before, strict=True):
             record.offloaded = set(before)
             record.hook(owner)
 
     def finish_offload(self) -> None:
-        """The memory was released. May be called again."""
+        """Tells optimizer, parameters and reducers that the memory has been freed. May be called again."""
         if isinstance(self._optimizer, Adam):
             self._optimizer.memory_released("grads" in self._kinds)
         for owner, record in self._records:
@@ -245,13 +245,13 @@ class OffloadPlan:
         if "grads" in self._kinds:
             for reducer in self._reducers:
                 reducer.gradients_released()
-        if "params" in self._kinds:  # a graph that has kept a weight for its backward is refused by autograd
+        if "params" in self._kinds:  # autograd then raises for graphs that saved a weight for their backward
             plain = [p for p in self._params if not local_shard.is_dtensor(p) and not p.is_inference()]
             torch.autograd.graph.increment_version(plain)
         self._tell_weights_moved(away=True)
 
     def finish_onload(self, transfers: Iterable[StorageTransfer]) -> None:
-        """The memory has its content again: it may be used. May be called again."""
+        """Allows the use of the memory, which has its content again. May be called again."""
         for one in transfers:
             one.finish()
         for owner, record in self._records:
@@ -282,7 +282,8 @@ def _optimizer_of(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimi
 
 
 def _tensors_of(owner: Owner, kind: str) -> Iterator[tuple[str, Tensor]]:
-    """With names for messages. States are without step counters, which are next to nothing, and which loops print."""
+    """Yields the tensors of a kind with names for messages. States are without step counters, which are tiny and which
+    training loops print."""
     if isinstance(owner, torch.optim.Optimizer):
         for entry in access.entries(owner.state):
             for key, value in entry.items():
@@ -298,11 +299,11 @@ def _tensors_of(owner: Owner, kind: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _reshard(models: Iterable[nn.Module]) -> None:
-    """Frees the whole weights that FSDP2 has gathered: the modules have their shards again."""
+    """Frees the unsharded weights that FSDP2 has all-gathered; modules have their shards again."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return
-    ours: set[nn.Module] = set()  # which are resharded after a forward that raised, too
+    ours: set[nn.Module] = set()  # modules that sync_parameters has resharded, even after a forward that raised
     for module in (m for model in models for m in model.modules()):
         if parallel_module.sync_parameters(module):
             ours.update(module.modules())

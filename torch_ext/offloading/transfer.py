@@ -1,9 +1,9 @@
-"""Storages between the device and the host: either everything that a call is about moves, or nothing.
+"""Moves storages between the device and the host. A call moves either all of its storages or none.
 
-| | `store` | `restore`, to memory that was allocated anew |
+| | `store` | `restore`, into newly allocated memory |
 |---|---|---|
 | Offloaded: weights, states | copies to the host | copies from the host |
-| Released: gradients | | zeroes |
+| Released: gradients | | fills with zeros |
 """
 
 import abc
@@ -19,17 +19,19 @@ from torch_ext.tensors.storage import Memory
 
 
 class Piece(NamedTuple):
+    """An offloaded storage and its offset in the host buffer, in bytes."""
+
     memory: Memory
-    offset: int  # in the host buffer
+    offset: int
 
     @property
     def end(self) -> int:
-        """Where the next one may begin."""
+        """The offset at which the next piece may begin."""
         return dense.aligned(self.offset + self.memory.nbytes)
 
 
 class StorageTransfer(abc.ABC):
-    """Storages of one kind, of one model or optimizer, that are offloaded: `pieces`."""
+    """The offloaded storages (`pieces`) of one kind, of one model or optimizer."""
 
     keeps_content: bool
 
@@ -37,7 +39,7 @@ class StorageTransfer(abc.ABC):
         self.pieces: list[Piece] = []
 
     def store(self, memories: Iterable[Memory]) -> list[Piece]:
-        """Prepares to offload these, too. Copies are queued, and nothing is freed."""
+        """Returns pieces for more storages, placed after the current ones. Copies are only queued; nothing is freed."""
         pieces, end = [], self.pieces[-1].end if self.pieces else 0
         for memory in memories:
             pieces.append(Piece(memory, end))
@@ -46,15 +48,15 @@ class StorageTransfer(abc.ABC):
 
     @abc.abstractmethod
     def restore(self, pieces: Sequence[Piece]) -> None:
-        """Gives content to memory that was allocated anew. Copies are queued."""
+        """Fills newly allocated memory with its content. Copies are only queued."""
 
     def finish(self) -> None:
-        """Everything is on the device; copies are done."""
+        """Forgets the pieces. Called when everything is on the device and the copies are done."""
         self.pieces = []
 
 
 class Offloaded(StorageTransfer):
-    """Storages whose content is kept in host memory, which stays allocated for the next time."""
+    """Storages whose content is kept in host memory. The host memory stays allocated for the next offload."""
 
     keeps_content = True
 
@@ -73,31 +75,31 @@ class Offloaded(StorageTransfer):
 
 
 class Released(StorageTransfer):
-    """Storages of gradients, whose content is not kept. `.grad` is None meanwhile; afterwards it is the tensor that it
-    was before, zero."""
+    """Storages of gradients, whose content is not kept. `.grad` is None while they are freed; afterwards it is the same
+    tensor as before, filled with zeros."""
 
     keeps_content = False
 
     def __init__(self) -> None:
         super().__init__()
-        self._grads: list[tuple[Tensor, Tensor]] = []  # parameters, and what was their `.grad`
+        self._grads: list[tuple[Tensor, Tensor]] = []  # parameters and their previous `.grad`
 
     def restore(self, pieces: Sequence[Piece]) -> None:
         for memory, _ in pieces:
             storage.bytes_of(memory.storage).zero_()
 
     def hide_grads(self, params: Iterable[Tensor]) -> None:
-        """The gradients of these parameters were released."""
+        """Sets `.grad` to None for parameters whose gradients were freed, and remembers the gradients."""
         for param in params:
             if param.grad is not None:
-                if param.grad.layout is torch.strided:  # a sparse one has no memory that could stay the same
+                if param.grad.layout is torch.strided:  # a sparse gradient has no storage to be restored
                     self._grads.append((param, param.grad))
                 param.grad = None
 
     def finish(self) -> None:
         super().finish()
         for param, grad in self._grads:
-            if param.grad is None:  # else the caller has set another one
+            if param.grad is None:  # else the caller has set another gradient
                 param.grad = grad
         self._grads = []
 
@@ -116,7 +118,8 @@ Move: TypeAlias = tuple[StorageTransfer, list[Memory]]
 
 
 def offload_all(moves: Sequence[Move], devices: Iterable[torch.device], before_freeing: Callable[[], None]) -> None:
-    """Raises RuntimeError, and has changed nothing, where there is not enough host memory or a copy fails."""
+    """Offloads all storages, or raises RuntimeError with nothing changed: if host memory is short or a copy fails.
+    before_freeing: called when the copies are done and before the first storage is freed."""
     before = [transfer.pieces for transfer, _ in moves]
     stored: list[list[Piece]] = []
     try:
@@ -124,13 +127,13 @@ def offload_all(moves: Sequence[Move], devices: Iterable[torch.device], before_f
             stored.append(transfer.store(memories))
         host_copies.synchronize(devices)
         before_freeing()
-        for keeps_content in (True, False):  # what has none to be put back from goes last
+        for keeps_content in (True, False):  # gradients last: after an error their content could not be restored
             for (transfer, _), pieces in zip(moves, stored, strict=True):
                 if transfer.keeps_content == keeps_content:
                     transfer.pieces = [*transfer.pieces, *pieces]
                     free(pieces)
     except BaseException as error:
-        if are_offloaded(moves):  # an interrupt behind the last one
+        if are_offloaded(moves):  # an interrupt after the last storage was freed
             raise
         for (transfer, _), pieces, earlier in zip(moves, stored, before, strict=False):
             freed = [piece for piece in pieces if piece.memory.storage.nbytes() == 0]
@@ -143,12 +146,13 @@ def offload_all(moves: Sequence[Move], devices: Iterable[torch.device], before_f
 
 
 def are_offloaded(moves: Sequence[Move]) -> bool:
-    """Whether `offload_all` was through."""
+    """Whether `offload_all` has freed all storages."""
     return all(memory.storage.nbytes() == 0 for _, memories in moves for memory in memories)
 
 
 def onload_all(transfers: Sequence[StorageTransfer], devices: Iterable[torch.device]) -> None:
-    """Raises RuntimeError, with everything still offloaded, where the device has not enough memory or a copy fails."""
+    """Brings back all storages, or raises RuntimeError with everything still offloaded: if device memory is short or a
+    copy fails."""
     try:
         for transfer in transfers:
             allocate(transfer.pieces)

@@ -1,1 +1,1 @@
-"""Weights from a training to the engines that generate with them, as what changed since the last time."""
+"""Sends weights from a trainer to inference engines as deltas: what changed since the previous version."""

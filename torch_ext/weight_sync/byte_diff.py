@@ -1,4 +1,4 @@
-"""Patches as differences between the bytes of whole tensors: what files of slime (SGLang) and SkyRL hold."""
+"""Converts patches to byte differences of whole tensors, the content of the files of slime (SGLang) and SkyRL."""
 
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_ext.weight_sync import weight_patch
 from torch_ext.weight_sync.weight_patch import WeightPatch
 
-Buffer: TypeAlias = Any  # what bytes() takes; Python 3.12 has a name for it
+Buffer: TypeAlias = Any  # an object that bytes() accepts (collections.abc.Buffer from Python 3.12 on)
 Compress: TypeAlias = Callable[[Buffer], bytes]
 Digest: TypeAlias = Callable[[Buffer], str]
 
@@ -19,21 +19,21 @@ _ENCODINGS = ("xor", "overwrite")
 
 
 class ByteDiff(NamedTuple):
-    """The new version of one tensor, as the difference from the old one."""
+    """The new version of one tensor, as the difference from the previous version."""
 
     name: str
-    payload: Tensor  # uint8, compressed
-    digest: str  # of all bytes of the new version
-    old: Tensor  # the tensor itself: dtype and shape
+    payload: Tensor  # the difference, compressed, uint8
+    digest: str  # digest of all bytes of the new version
+    old: Tensor  # the tensor in `base`, read for its dtype and shape only; it already holds the new version
 
     @property
     def nbytes(self) -> int:
-        """Of the tensor."""
+        """Size of the whole tensor."""
         return self.old.numel() * self.old.element_size()
 
 
 def refuse_other(what: str, value: object, legal: Sequence[str]) -> None:
-    """ValueError for a word that the file's readers do not know."""
+    """Raises ValueError for a value that is not legal. what: the argument's name."""
     if value not in legal:
         raise ValueError(f"{what} is {value!r}; {' and '.join(map(repr, legal))} are legal")
 
@@ -41,7 +41,8 @@ def refuse_other(what: str, value: object, legal: Sequence[str]) -> None:
 def diffs(
     patches: Iterable[WeightPatch], base: Mapping[str, Tensor], encoding: str, compress: Compress, digest: Digest
 ) -> list[ByteDiff]:
-    """Of every tensor of which a bit changed; afterwards base is the new version. Where this raises, it is the old."""
+    """Returns the difference of every tensor in which a bit changed. `base` is updated to the new version, or left
+    unchanged if this raises."""
     refuse_other("encoding", encoding, _ENCODINGS)
     patches = list(patches)
     weight_patch.refuse(patches)
@@ -67,7 +68,8 @@ def diffs(
 
 @contextmanager
 def _undone_if_it_raises() -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
-    """What was written, to be put back: memory, positions, old values."""
+    """Yields a list for (tensor, indices, old values) of each write. If an error is raised inside, undoes the
+    writes."""
     undo: list[tuple[Tensor, Tensor, Tensor]] = []
     try:
         yield undo
@@ -78,7 +80,7 @@ def _undone_if_it_raises() -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
 
 
 def _bytes_that_differ(flat: Tensor, indices: Tensor, old: Tensor) -> Tensor:
-    """old ^ new, a byte for each of the tensor's; only positions that were patched are looked at."""
+    """Returns old ^ new for each byte of the tensor. Only the patched positions are compared."""
     width = flat.element_size()
     diff = torch.zeros(flat.numel(), width, dtype=torch.uint8, device="cpu")
     diff[indices] = flat[indices].view(torch.uint8).view(-1, width) ^ old.view(torch.uint8).view(-1, width)
@@ -86,7 +88,7 @@ def _bytes_that_differ(flat: Tensor, indices: Tensor, old: Tensor) -> Tensor:
 
 
 def _overwritten(name: str, flat: Tensor, diff: Tensor) -> Tensor:
-    """The number of bytes that changed, their positions (little-endian, 4 bytes each), and what they are now."""
+    """Returns the number of changed bytes and their positions (4 bytes each, little-endian), then their new values."""
     if diff.numel() > 1 << 32:
         raise ValueError(f"{name} has {diff.numel()} bytes; 'overwrite' counts them in 32 bits: use 'xor'")
     positions = diff.nonzero().view(-1)
@@ -95,5 +97,5 @@ def _overwritten(name: str, flat: Tensor, diff: Tensor) -> Tensor:
 
 
 def _buffer(data: Tensor) -> Buffer:
-    """The memory of a contiguous tensor of bytes on the host, to be read at once."""
+    """Returns a view of the memory of a contiguous uint8 host tensor. It does not keep the tensor alive."""
     return memoryview((ctypes.c_char * data.numel()).from_address(data.data_ptr())).cast("B")

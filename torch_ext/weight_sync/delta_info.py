@@ -1,4 +1,4 @@
-"""What a delta says of itself."""
+"""`delta_info`, which describes a delta."""
 
 import ctypes
 from collections.abc import Mapping
@@ -14,20 +14,21 @@ from torch_ext.weight_sync.weight_slice import name_and_shape
 
 @structs.mirror("tx_delta_info")
 class _Info(library.Struct):
-    """What is in a message."""
+    """tx_delta_info."""
 
 
 class DeltaInfo(NamedTuple):
-    """What `delta_info` returns.
+    """Describes a delta; returned by `delta_info`.
 
-    chain: the name of its chain of versions, which one publisher begins: 32 hexadecimal digits.
-    model: a fingerprint of the names, dtypes and sizes of the model's parameters: 16 hexadecimal digits.
-    version: that it brings weights to.
-    first_version: the first one in it, where several are merged. It goes on top of the one before, or, full, begins.
+    chain: the name of the publisher's chain of versions, 32 hexadecimal digits.
+    model: a fingerprint of the names, dtypes and sizes of the model's parameters, 16 hexadecimal digits.
+    version: the version of the weights after the delta is applied.
+    first_version: the first version in the delta; less than `version` if several versions are merged. The delta applies
+        to first_version - 1 unless it is full.
     full: whether it begins with all weights, of first_version.
-    part, parts: of the first part in it: which it is, and of how many, as many as the trainer has ranks.
-    n_parts: in it: 1, unless parts are merged.
-    changed: weights in it; of a block that goes whole all of them, changed or not.
+    part, parts: the index of the first part in it, and the number of parts of a version (the trainer's ranks).
+    n_parts: number of parts in it: 1 unless parts are merged.
+    changed: number of weights in it. A block that is sent whole counts with all its weights, changed or not.
     bytes: its size.
     params: shape and dtype of all parameters of the model, by name. Empty unless it is full or has version 1.
     """
@@ -46,12 +47,12 @@ class DeltaInfo(NamedTuple):
 
 
 def delta_info(delta: Bytes) -> DeltaInfo:
-    """What is in a delta, without weights to apply it to: of which chain, versions and parts it is, and how much.
+    """Describes a delta without applying it: its chain, versions, parts and size.
 
-    delta: what `WeightPublisher.publish`, `full` and `merge_deltas` return: bytes-like, or a tensor of uint8.
+    delta: what `WeightPublisher.publish`, `full` or `merge_deltas` returned: bytes-like, or a tensor of uint8.
 
-    ValueError for what is no delta, is cut off or damaged. RuntimeError for a format that this torch_ext does not know,
-    and for parts that do not belong together. Deltas are not authenticated: who can forge one can make it say
+    Raises ValueError if it is no delta, truncated or damaged. Raises RuntimeError if this torch_ext does not know its
+    format, or its parts do not belong together. Deltas are not authenticated: a forged delta can describe itself as
     anything.
     """
     info: Any = _Info(ctypes.sizeof(_Info))

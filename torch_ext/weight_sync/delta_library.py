@@ -1,4 +1,4 @@
-"""The C functions of csrc/torch_ext_delta.h, which read and write deltas: mirrors of their structs, and their calls."""
+"""Calls the C functions of csrc/torch_ext_delta.h, which read and write deltas, and mirrors their structs."""
 
 import ctypes
 import functools
@@ -14,59 +14,59 @@ from torch_ext.native.adamw_args import TensorArgument
 from torch_ext.weight_sync.weight_slice import Piece
 
 Bytes: TypeAlias = bytes | bytearray | memoryview | Tensor
-"""A message: bytes-like, or a tensor of uint8 on the host."""
+"""A delta: a bytes-like object, or a tensor of uint8 on the host."""
 
 _Pointer, _Int32, _Int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 
 
 @structs.mirror("tx_delta_param")
 class DeltaParam(library.Struct):
-    """A row of the table of parameters."""
+    """A row of the table of parameters: name, number of elements, dtype."""
 
 
 @structs.mirror("tx_delta_piece", addresses=True)
 class DeltaPiece(library.Struct):
-    """A rectangle of a parameter and where it lies."""
+    """A rectangle of a parameter and its place in an engine's memory."""
 
 
 @structs.mirror("tx_delta_chain")
 class DeltaChain(library.Struct):
-    """Where a rank's part of a chain stands."""
+    """The current version of a rank's part of a chain, and the chain's id."""
 
 
 @structs.mirror("tx_delta_run")
 class DeltaRun(library.Struct):
-    """Elements of a parameter, and what the publisher keeps beside them."""
+    """A run of a parameter's elements, and the publisher's records about them."""
 
 
 @structs.mirror("tx_delta_written")
 class DeltaWritten(library.Struct):
-    """Weights, and what tells whether somebody else wrote to them."""
+    """Weights, and the masters or checksums that show whether other code wrote to them."""
 
 
 @structs.mirror("tx_delta_message")
 class DeltaMessage(library.Struct):
-    """Memory of the library."""
+    """A message in memory of the library."""
 
 
 @structs.mirror("tx_delta_encode_args")
 class DeltaEncodeArguments(library.Struct):
-    """What tx_delta_encode makes."""
+    """The arguments of tx_delta_encode: what it encodes."""
 
 
 def table(params: Sequence[tuple[str, int, torch.dtype]]) -> "ctypes.Array[DeltaParam]":
-    """Names, elements and dtypes, in ascending order of the names' bytes."""
+    """Returns a table of parameters. params: keys, numbers of elements and dtypes, already sorted by `in_order`."""
     rows = [DeltaParam(dtypes.c_text(name), numel, dtypes.code_of(dtype) or 0) for name, numel, dtype in params]
     return (DeltaParam * len(rows))(*rows)
 
 
 def in_order(name: str) -> bytes:
-    """The key by which names are sorted in a table."""
+    """Returns the sort key of a name in a table: its bytes."""
     return dtypes.c_text(name)
 
 
 def pieces(rows: Sequence[tuple[int, Piece]]) -> "ctypes.Array[DeltaPiece]":
-    """Each with its parameter's index in the table."""
+    """Returns pieces as an array. rows: each piece with its parameter's index in the table."""
     found = [
         DeltaPiece(param, p.first, p.rows, p.columns, p.step, p.address or None, p.row_stride, p.column_stride)
         for param, p in rows
@@ -76,14 +76,15 @@ def pieces(rows: Sequence[tuple[int, Piece]]) -> "ctypes.Array[DeltaPiece]":
 
 @contextmanager
 def messages(given: Sequence[Bytes]) -> Iterator["ctypes.Array[TensorArgument]"]:
-    """As the library takes them. Bytes that nobody may write to are not copied."""
-    kept = [_lent(one) for one in given]
+    """Yields messages as an array for the library, valid inside. They are not copied, except memoryviews that are
+    read-only or not contiguous."""
+    kept = [_argument_of(one) for one in given]
     yield (TensorArgument * len(kept))(*(argument for argument, _ in kept))
     del kept
 
 
-def _lent(message: Bytes) -> tuple[TensorArgument, object]:
-    """The argument, and what its memory belongs to."""
+def _argument_of(message: Bytes) -> tuple[TensorArgument, object]:
+    """Returns the argument, and the object that keeps its memory alive."""
     code = dtypes.code_of(torch.uint8)
     if isinstance(message, Tensor):
         if message.dtype != torch.uint8 or message.device.type != "cpu" or not message.is_contiguous():
@@ -102,7 +103,7 @@ def _lent(message: Bytes) -> tuple[TensorArgument, object]:
 
 
 def taken(message: DeltaMessage) -> bytes:
-    """Its bytes; the library's memory is freed."""
+    """Returns the message's bytes and frees the library's memory."""
     try:
         return ctypes.string_at(message.data, message.bytes) if message.bytes else b""
     finally:
@@ -115,8 +116,8 @@ def _free() -> Callable[..., None]:
 
 
 def call(name: str, *arguments: Any) -> None:
-    """tx_delta_<name>; structs and arrays are passed by address, a TensorArgument by value. ValueError, TypeError,
-    RuntimeError or MemoryError, with the library's message."""
+    """Calls tx_delta_<name>. Structs and arrays are passed by address, a TensorArgument by value. Raises ValueError,
+    TypeError, RuntimeError or MemoryError, with the library's message."""
     _function(name)(*(one if isinstance(one, TensorArgument) else _address(one) for one in arguments))
 
 
@@ -135,7 +136,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "open": (_Int64, _Pointer, _Int64, _Pointer, _Pointer),
     "apply": (_Pointer, _Int64, _Pointer, _Int32, _Pointer),
 }
-"""Of each function, without the tx_error."""
+"""Argument types of each function, without the tx_error."""
 
 
 @functools.cache
@@ -145,5 +146,5 @@ def _function(name: str) -> Callable[..., None]:
 
 @functools.cache
 def brief(name: str, restype: Any) -> Callable[[int], Any]:
-    """A function of a receiver that only looks, or frees it."""
+    """Returns tx_delta_<name>, a quick function of a receiver that returns no status."""
     return library.function(f"tx_delta_{name}", _Pointer, restype=restype, brief=True)

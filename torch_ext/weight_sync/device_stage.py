@@ -1,4 +1,4 @@
-"""Host copies of an engine's tensors that lie on devices: deltas are decoded there, and what changed goes back."""
+"""Host copies of an engine's tensors on devices. Deltas are decoded into the copies, and changes are copied back."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,19 +15,21 @@ _ALIGNMENT = 64  # bytes
 
 
 class _Staged:
+    """One tensor on a device (`there`) and its copy on the host (`here`; `flat_here` in memory order)."""
+
     def __init__(self, there: Tensor, memory: Tensor) -> None:
-        """memory: host bytes, as many as the tensor has."""
+        """memory: host memory for the copy, uint8, as many bytes as the tensor has."""
         self.dense = dense.is_dense(there)
         here = memory.view(there.dtype)
         self.there, self.flat_here = there, here
         self.here = here.as_strided(there.shape, there.stride()) if self.dense else here.view(there.shape)
 
     def brought(self) -> tuple[Tensor, Tensor]:
-        """The copy and its source: of one dimension where possible, so that it is one transfer."""
+        """Returns target and source of the copy to the host. Of one dimension if dense, so that it is one transfer."""
         return (self.flat_here, dense.flat(self.there).view(-1)) if self.dense else (self.here, self.there)
 
     def sums(self) -> Tensor:
-        """A checksum for each 1024 elements, in memory order."""
+        """Returns a checksum of each 1024 elements of the copy, in memory order."""
         found = torch.zeros(-(-self.flat_here.numel() // constants.CHECKSUM), dtype=torch.int64, device="cpu")
         none = adamw_args.argument(None)
         arguments = adamw_args.argument(self.flat_here), none, none, none, adamw_args.argument(found)
@@ -35,7 +37,7 @@ class _Staged:
         return found
 
     def put_back(self, changed: Tensor) -> None:
-        """changed: of each 1024 elements, whether they did. The others are not written."""
+        """Copies blocks of 1024 elements that changed back to the device. changed: for each block, whether it did."""
         if not bool(changed.any()):
             return
         if not self.dense:
@@ -53,10 +55,10 @@ class _Staged:
 
 
 class DeviceStage:
-    """Pinned memory, as much as these tensors have, kept from version to version."""
+    """Host copies of several tensors on devices, in pinned memory of the same size that is kept between versions."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        """tensors: on devices, by name. ValueError where two share memory."""
+        """tensors: tensors on devices, by name. Raises ValueError if two share memory."""
         dense.refuse_overlap(list(tensors.values()), list(tensors))
         sizes = [-(-t.nbytes // _ALIGNMENT) * _ALIGNMENT for t in tensors.values()]
         memory = torch.split(host_copies.allocate(sum(sizes), pinned=True), sizes) if sizes else ()
@@ -65,13 +67,13 @@ class DeviceStage:
         }
 
     def here(self) -> dict[str, Tensor]:
-        """The host's copies, with the shapes of the tensors."""
+        """Returns the host copies by name, with the shapes of the tensors."""
         return {name: one.here for name, one in self._staged.items()}
 
     @contextmanager
     def brought(self) -> Iterator[None]:
-        """Inside, the copies are what the tensors are; what changes in them goes to the tensors, where nothing is
-        raised. Over the current stream of each device. RuntimeError while a CUDA graph is captured."""
+        """Copies the tensors to the host at the entry, and the changed blocks back at an exit without an error. Uses
+        the current stream of each device. Raises RuntimeError while a CUDA graph is captured."""
         staged = [one for one in self._staged.values() if one.there.numel()]
         for device in {one.there.device for one in staged}:
             if graph_capture.is_capturing(device):

@@ -1,4 +1,4 @@
-"""The tensors of an engine that a subscriber writes to: what they may be, and that they are still what they were."""
+"""The tensors of an engine that a subscriber writes to. Checks that they are writable and that they have not moved."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -26,8 +26,11 @@ class _Form(NamedTuple):
 
 
 class EngineTensors:
+    """An engine's tensors by name. `named`: tensors in host memory that share memory with the engine's host tensors or,
+    for tensors on devices, are copies of them."""
+
     def __init__(self, tensors: Mapping[str, Any]) -> None:
-        """ValueError, naming the tensor, for one that cannot be written to."""
+        """Raises ValueError, with its name, for a tensor that cannot be written to."""
         memory = WritableMemory()
         self.named: dict[str, Tensor] = {}
         for name, t in tensors.items():
@@ -35,11 +38,12 @@ class EngineTensors:
             self.named[name] = t.detach()
         self._stage = DeviceStage({name: t for name, t in self.named.items() if not t.is_cpu})
         self.named |= self._stage.here()
-        self._given = dict(tensors)  # `p.data = ...` moves these, and not the views above
+        self._given = dict(tensors)  # `p.data = ...` moves these tensors, but not the detached ones in `named`
         self._forms = {name: _Form.of(t) for name, t in self._given.items()}
 
     def refuse_changed(self) -> None:
-        """RuntimeError, naming it, where a tensor has left its memory: what would be written there nobody reads."""
+        """Raises RuntimeError, with its name, if a tensor has moved: the engine would not read what is written to the
+        old memory."""
         for name, t in self._given.items():
             now = _Form.of(t)
             if now != self._forms[name]:
@@ -50,12 +54,12 @@ class EngineTensors:
                 )
 
     def writable(self) -> AbstractContextManager[None]:
-        """Inside, `named` may be read and written; tensors on devices have what was written to their copies when it is
-        left without an error."""
+        """Returns a context in which `named` may be read and written. At its exit without an error, tensors on devices
+        get what was written to their copies."""
         return self._stage.brought()
 
     def refuse_uncovered(self, parameters: Sequence[Placed]) -> None:
-        """ValueError where elements are of no parameter."""
+        """Raises ValueError if elements of a tensor belong to no parameter."""
         covered = dict.fromkeys(self.named, 0)
         for parameter in parameters:
             for name, numel in parameter.held:
@@ -68,7 +72,7 @@ class EngineTensors:
                 )
 
     def written(self) -> None:
-        """Whoever saved one of them for a backward shall notice."""
+        """Increments the version counters: autograd notices if a tensor was saved for a backward."""
         torch.autograd.graph.increment_version([t for t in self._given.values() if not t.is_inference()])
 
 

@@ -1,8 +1,8 @@
-"""Which elements of a model's parameters this rank publishes, so that all ranks together publish each once.
+"""Selects the elements of a model's parameters that this rank publishes. All ranks together publish each element once.
 
-Note: without a collective. What a strategy or FSDP2 has cut is published as it is cut. Of what several ranks hold alike
-each publishes a share: the blocks of all such parameters in a row, divided by the number of ranks; every rank finds the
-same edges by itself.
+Note: without a collective. Each rank computes its selection alone, and all selections must fit together. A sharded
+parameter is published as it is sharded. If several ranks hold the same elements, each publishes a share: the blocks of
+all such parameters, in a row, are divided evenly among these ranks. Every rank computes the same boundaries.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,32 +14,32 @@ from torch_ext.native import constants
 from torch_ext.params import local_shard, reducer_registry
 from torch_ext.params.local_shard import LocalShard, is_dtensor
 
-_BLOCK = constants.CHECKSUM  # shares are whole blocks of a checksum, and so of everything that is kept
+_BLOCK = constants.CHECKSUM  # a share consists of whole checksum blocks, and so of whole blocks of all step records
 
 
 class HeldWeights(NamedTuple):
-    """A run of one parameter in this rank's memory."""
+    """A run of a parameter's elements in this rank's memory."""
 
     name: str
     param: Tensor
     local: Tensor
-    """All of it that this rank holds: what its optimizer steps."""
+    """This rank's part of the parameter: what its optimizer steps."""
     offset: int
-    """Of its first element in the parameter."""
+    """Index of the run's first element in the parameter."""
     begin: int
-    """Of its first element in local, a multiple of 1024."""
+    """Index of the run's first element in `local`, a multiple of 1024."""
     weights: Tensor
-    """Contiguous, of one dimension: the weights themselves."""
+    """The run's weights: contiguous, one dimension."""
 
     def cut(self, most: int) -> "list[HeldWeights]":
-        """As runs of so many weights, a multiple of 1024."""
+        """Returns the same elements as runs of at most `most` weights, a multiple of 1024."""
         edges = range(0, self.weights.numel(), most)
         cuts = [(at, self.weights[at : at + most]) for at in edges]
         return [self._replace(offset=self.offset + at, begin=self.begin + at, weights=part) for at, part in cuts]
 
 
 class _Local(NamedTuple):
-    """What this rank holds of a parameter, and how many ranks hold the same."""
+    """This rank's part of a parameter. `replicas` ranks hold the same part; this rank is number `replica`."""
 
     name: str
     param: Tensor
@@ -53,7 +53,8 @@ class _Local(NamedTuple):
 
 
 def held(params: Mapping[str, Tensor], part: int, parts: int) -> list[HeldWeights]:
-    """params: of the model, by name. part, parts: this rank among those that train it."""
+    """Returns the runs that this rank publishes. params: the model's parameters by name. part: this rank's index among
+    the `parts` ranks that train the model."""
     locals_ = [_local(name, p, part, parts) for name, p in params.items()]
     found: list[HeldWeights] = []
     for replicas in dict.fromkeys(one.replicas for one in locals_):
@@ -71,7 +72,7 @@ def _local(name: str, p: Tensor, part: int, parts: int) -> _Local:
 
 
 def _replica(p: Any) -> tuple[int, int]:
-    """This rank's place among those that hold the same elements of a DTensor, and how many these are."""
+    """Returns this rank's index among the ranks that hold the same elements of a DTensor, and their number."""
     place, count = 0, 1
     coordinates = p.device_mesh.get_coordinate()
     for dim, placement in enumerate(p.placements):
@@ -82,7 +83,7 @@ def _replica(p: Any) -> tuple[int, int]:
 
 
 def _refuse_scattered(name: str, p: Any) -> LocalShard:
-    """ValueError where a DTensor's local elements do not follow each other in the parameter."""
+    """Returns the local shard of a DTensor. Raises ValueError unless its elements are contiguous in the parameter."""
     if any(type(placement).__name__ not in ("Shard", "Replicate") for placement in p.placements) or any(
         placement.is_shard() and placement.dim != 0 for placement in p.placements
     ):
@@ -94,7 +95,7 @@ def _refuse_scattered(name: str, p: Any) -> LocalShard:
 
 
 def _shares(locals_: Sequence[_Local], replicas: int) -> list[HeldWeights]:
-    """Of parameters that so many ranks hold alike."""
+    """Returns this rank's share of parameters that are replicated on `replicas` ranks."""
     total, before = sum(one.blocks for one in locals_), 0
     found = []
     for one in locals_:
@@ -108,6 +109,7 @@ def _shares(locals_: Sequence[_Local], replicas: int) -> list[HeldWeights]:
 
 
 def _flat(one: _Local) -> Tensor:
+    """Returns this rank's part as one dimension. Raises ValueError unless it is contiguous."""
     weight = one.shard.weight.detach()
     if not weight.is_contiguous():
         raise ValueError(

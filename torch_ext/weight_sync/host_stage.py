@@ -1,4 +1,4 @@
-"""What a publisher reads of a device, side by side in host memory that is kept from version to version."""
+"""Host copies of the tensors that a publisher reads from a device, in memory that is kept between versions."""
 
 from collections.abc import Sequence
 
@@ -11,13 +11,14 @@ _ALIGNMENT = 64  # bytes, for the loops that read the copies
 
 
 class HostStage:
-    """Copies of all tensors together, over the current stream of their device, for one wait each way."""
+    """Copies tensors to the host and back, all together on their device's current stream, with one wait each way."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def bring(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Each on the host: itself where it is there, else a copy, until the next call. tensors: contiguous."""
+        """Returns each tensor on the host: itself if it is there, else a copy that is valid until the next call.
+        tensors: contiguous."""
         away = [t for t in tensors if not t.is_cpu]
         sizes = [-(-t.nbytes // _ALIGNMENT) * _ALIGNMENT for t in away]
         if sum(sizes) > self._memory.numel():
@@ -30,6 +31,6 @@ class HostStage:
 
     @staticmethod
     def take_back(tensors: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
-        """What was written to copies goes to the tensors that they are of."""
+        """Copies the contents of `copies`, which `bring` returned, to their tensors."""
         pairs = [(t, copy) for t, copy in zip(tensors, copies, strict=True) if t is not copy]
         host_copies.copy_and_wait(pairs)

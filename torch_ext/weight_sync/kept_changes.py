@@ -1,4 +1,5 @@
-"""What a publisher keeps of the weights of this rank: what steps say of them, and checksums of what was published."""
+"""`KeptChanges`, a publisher's records about this rank's weights: what steps changed, and checksums of the published
+weights."""
 
 import weakref
 from collections.abc import Iterable, Iterator
@@ -23,19 +24,21 @@ from torch_ext.weight_sync.weight_patch import WeightPatch, index_dtype
 
 
 class KeptChanges:
+    """Follows the steps of an optimizer and finds other writes to weights, so that both get published."""
+
     def __init__(self, optimizer: OptimizerBase, model: ModelTable, part: int, parts: int, exact: bool) -> None:
-        """part, parts: this rank among those of the model."""
+        """part: this rank's index among the `parts` ranks that train the model. exact: see `WeightPublisher`."""
         self._optimizer, self._model = optimizer, model
         self._changes = WeightChanges(exact)
         optimizer._states.changes = self._changes
         optimizer._stepper.drop_plan()
         self._runs = PublishedRuns(optimizer, model, self._changes, part, parts)
-        self._compared: silent_writes.Compared | None = None
+        self._compared: silent_writes.MasterComparison | None = None
         self._writes = silent_writes.WriteRecord()
         self._stage = HostStage()
-        self._captured = False  # whether a step was, into a CUDA graph: replays tell nobody how many there were
-        self._settled: dict[int, Tensor] = {}  # by id, parameters that had state when all writes were known
-        self._steps = 0  # of the optimizer, since the last version
+        self._captured = False  # whether a step was captured into a CUDA graph: its replays cannot be counted
+        self._settled: dict[int, Tensor] = {}  # by id: parameters with state, all of whose earlier writes are known
+        self._steps = 0  # optimizer steps since the last version
         self._follow_steps(optimizer)
 
     def _follow_steps(self, optimizer: OptimizerBase) -> None:
@@ -46,7 +49,7 @@ class KeptChanges:
             weakref.finalize(self, handle.remove)
         self._changes.watcher = weakref.ref(self)
 
-    # -- see weight_changes.Watcher
+    # -- weight_changes.Watcher
 
     def before_writing(self) -> None:
         self._writes.mark(self._members())
@@ -69,21 +72,22 @@ class KeptChanges:
     def weights_moved(self, params: Iterable[Tensor], away: bool) -> None:
         self._writes.moved(params, away)
 
-    # -- what steps and others did
+    # -- changes by steps and by other writes
 
     def refuse_changed(self, doing: str) -> None:
-        """RuntimeError where steps tell somebody else, or this rank has other parts than when this was made."""
+        """Raises RuntimeError if the optimizer has a newer publisher, or the model is sharded differently now. doing:
+        begins the message."""
         if self._optimizer._states.changes is not self._changes:
             raise RuntimeError(f"{doing}: another WeightPublisher was made of this optimizer; use that one")
-        if self._runs.cut_anew():
+        if self._runs.layout_changed():
             raise RuntimeError(
                 f"{doing}: the model is cut otherwise than when the WeightPublisher was made (parallelize, "
                 "fully_shard?); make a new one"
             )
 
     def _members(self) -> list[ParamState]:
-        """Of the parameters that have state: also of those that the last step left alone, frozen or without a gradient,
-        whose weights may be written meanwhile."""
+        """Returns the members of a step for all parameters with state. That includes those that the last step skipped
+        (frozen or without a gradient): other code may write to their weights."""
         states, plan = self._optimizer._states, self._optimizer._stepper.standing_plan()
         everyone, stepped = states.everyone(), [] if plan is None else plan.members
         if len(stepped) == len(everyone):
@@ -92,26 +96,28 @@ class KeptChanges:
         return stepped + states.members(everyone, [p not in known and states.is_made(p) for p in everyone])
 
     def _mark_before_first_step(self) -> None:
-        """Whoever makes a weight's state, the first step or a state_dict(), makes its master of it, so that nothing
-        tells of writes before that. Until then it can be compared with what was published only."""
+        """Marks blocks, of parameters without state, that were written since the last version. The first step, or a
+        state_dict(), creates the master from the weight; then a comparison with the master shows no earlier writes.
+        Until then the weight can only be compared with the checksums of the published weights."""
         fresh = {id(p) for p in self._fresh()}
         if not fresh:
             return
-        unchanging = self._runs.unchanging()
+        not_stepped = self._runs.not_stepped()
         for run in self._runs.now():
-            if id(run.held.param) in fresh and run.held.name not in unchanging:
+            if id(run.held.param) in fresh and run.held.name not in not_stepped:
                 moved = run.kept["moved"]
                 unknown = _differing(run).repeat_interleave(constants.CHECKSUM // constants.BLOCK)[: moved.numel()]
                 moved[unknown.to(moved.device)] = torch.inf
         self._settle()
 
     def _fresh(self) -> list[Tensor]:
+        """Returns the parameters that are stepped and are not in `_settled`."""
         states = self._optimizer._states
         left = [p for p in states.everyone() if id(p) not in self._settled]
         return [p for p in left if p.requires_grad or states.is_made(p)]
 
     def _settle(self) -> None:
-        """All that was written so far to parameters that have state is known."""
+        """Notes that all writes so far are known for every parameter that has state now."""
         self._settled |= {id(p): p for p in self._fresh() if self._optimizer._states.is_made(p)}
 
     def _note_writes(self) -> None:
@@ -119,29 +125,31 @@ class KeptChanges:
 
     @contextmanager
     def silent_writes_marked(self) -> Iterator[None]:
-        """Inside, they travel; see `silent_writes`."""
+        """Marks weights that were written outside of steps (see `silent_writes`), so that a version encoded inside
+        contains them. At the exit they count as published."""
         members = self._members()
         self._writes.mark(members)
         if self._compared is None or not self._compared.are(members):
-            self._compared = silent_writes.Compared(members)
+            self._compared = silent_writes.MasterComparison(members)
         written = self._compared.mark()
         yield
-        silent_writes.Compared(written).mark()  # nobody wrote to them meanwhile
+        silent_writes.MasterComparison(written).mark()  # for the next version; no other weight was written inside
         self._note_writes()
         self._settle()
         self._steps = 0
 
     @property
     def is_one_step(self) -> bool:
-        """Whether no more than one was taken since the last version, as far as anybody can know."""
+        """Whether exactly one step was taken since the last version. False if a step was captured into a CUDA graph,
+        because replays cannot be counted."""
         return self._steps == 1 and not self._captured
 
-    # -- for the library
+    # -- for the C library
 
     @contextmanager
     def on_host(self) -> Iterator[Any]:
-        """An array of tx_delta_run, which may be written to: what it says is taken over, where the library did not
-        refuse it."""
+        """Yields the runs as an array of tx_delta_run in host memory. What the C library writes to the records is
+        copied back to the device at the exit, unless an error was raised."""
         runs = self._runs.now()
         if (rows := self._runs.rows_on_host()) is not None:
             yield rows
@@ -154,13 +162,14 @@ class KeptChanges:
         self._stage.take_back(kept, copies[: len(kept)])
 
     def renew(self) -> None:
-        """The weights as they are were published."""
+        """Makes the current weights the published ones: resets the records and renews the checksums."""
         with self.on_host() as runs:
             delta_library.call("renew", len(runs), runs, threads())
 
-    # -- as positions and values
+    # -- positions and values
 
     def patches(self) -> list[WeightPatch]:
+        """Returns what changed since the last version: at least one patch per parameter, in the model's order."""
         found: dict[str, list[WeightPatch]] = {}
         for run in self._runs.now():
             found.setdefault(run.held.name, []).append(_patch(run))
@@ -173,7 +182,8 @@ def _nothing(name: str, p: Tensor) -> WeightPatch:
 
 
 def _patch(run: Run) -> WeightPatch:
-    """Every weight with a bit that changed, and whole blocks of which nobody knows."""
+    """Returns a patch with every weight that a step changed, and with all weights of blocks that other code may have
+    written to: those with an infinite `moved` or a different checksum."""
     h, (numel, device) = run.held, (run.held.weights.numel(), run.held.weights.device)
     bits = torch.arange(8, dtype=torch.uint8, device=device)
     changed = (run.kept["changed"].to(device)[:, None] >> bits & 1).view(-1)[:numel].bool()
@@ -186,7 +196,7 @@ def _patch(run: Run) -> WeightPatch:
 
 
 def _differing(run: Run) -> Tensor:
-    """Of each block of a checksum, whether its weights are others than those that were published."""
+    """Returns, for each checksum block, whether its weights differ from the published ones."""
     now, weights = torch.zeros_like(run.checksums), run.held.weights.cpu()
     none = adamw_args.argument(None)
     row = delta_library.DeltaRun(0, 0, adamw_args.argument(weights), none, none, none, adamw_args.argument(now))

@@ -1,4 +1,4 @@
-"""The parameters of a model as a publisher names them."""
+"""The table of a model's parameters that a publisher and its engines share: names, sizes and dtypes."""
 
 import torch
 from torch import Tensor
@@ -10,13 +10,13 @@ from torch_ext.weight_sync.weight_slice import table_key
 
 
 class ModelTable:
-    """What they were when the publisher was made."""
+    """The model's parameters at the creation of its publisher."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        """ValueError, naming it, for a parameter that cannot be published."""
+        """Raises ValueError, with its name, for a parameter that cannot be published."""
         self._model = model
         self.params = _params(model)
-        """By name, in the model's order; tied weights once."""
+        """Parameters by name, in the model's order; tied weights once."""
         if not self.params:
             raise ValueError("the model has no parameters: there is nothing to publish")
         for name, p in self.params.items():
@@ -25,13 +25,14 @@ class ModelTable:
         self._forms = {name: (tuple(p.shape), p.dtype) for name, p in self.params.items()}
         keys = {name: table_key(name, p.shape) for name, p in self.params.items()}
         self.order = {name: i for i, name in enumerate(sorted(keys, key=lambda n: delta_library.in_order(keys[n])))}
-        """By name, the place in the table."""
+        """Name -> index in the table."""
         rows = [(keys[name], self.params[name].numel(), self.params[name].dtype) for name in self.order]
         self.table = delta_library.table(rows)
         self.device = next(iter(self.params.values())).device
 
     def refuse_changed(self, doing: str) -> None:
-        """ValueError, naming it, where the model has other parameters now; RuntimeError where one is offloaded."""
+        """Raises ValueError, with the name, if a parameter was added, removed, or changed its shape or dtype. Raises
+        RuntimeError if one is offloaded. doing: begins the message."""
         now = {name: (tuple(p.shape), p.dtype) for name, p in _params(self._model).items()}
         for name in now.keys() | self._forms.keys() if now != self._forms else ():
             what = _difference(now.get(name), self._forms.get(name))
@@ -45,6 +46,7 @@ def _params(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def _difference(now: object, then: object) -> str:
+    """Returns text for a message: how a parameter's (shape, dtype) changed; "" if it did not. None: not there."""
     if now == then:
         return ""
     return "was added" if then is None else "has gone" if now is None else f"became {now}"

@@ -1,4 +1,5 @@
-"""The runs of weights that a rank publishes, prepared once and kept while everything is where it was."""
+"""The runs of weights that a rank publishes. A run is a contiguous piece of a parameter in this rank's memory. Runs are
+prepared once and cached for as long as all tensors keep their addresses."""
 
 from typing import Any, NamedTuple
 
@@ -14,52 +15,57 @@ from torch_ext.weight_sync import delta_library
 from torch_ext.weight_sync.held_weights import HeldWeights, held
 from torch_ext.weight_sync.model_table import ModelTable
 
-_PER_ITEM = {"changed": 8, "moved": constants.BLOCK, "distance": 2}  # weights per element
+_PER_ITEM = {"changed": 8, "moved": constants.BLOCK, "distance": 2}  # weights per element of the tensors in `kept`
 
 _SHORT = 1 << 20
-"""Weights of a run that no step changes: the zeros beside it are as many as its bits and bounds."""
+"""The most weights in a run that no step changes. All such runs share zeros for `changed` and `moved`, of this size."""
 
 
 class Run(NamedTuple):
+    """A run of weights, and what is recorded about it."""
+
     held: HeldWeights
     kept: dict[str, Tensor]
-    """The part of what steps say that is of these weights: views."""
+    """Views of what steps recorded about these weights (see `weight_changes`)."""
     checksums: Tensor
-    """Of the weights as they were published, on the host."""
+    """Checksums of the last published weights, on the host."""
 
 
-class _Standing(NamedTuple):
-    """Valid as long as everything is where it was."""
+class _CachedRuns(NamedTuple):
+    """Runs that are valid as long as `_cache_key` stays equal and no memory has moved."""
 
     seen: object
-    """What `_seen` was."""
+    """`_cache_key` when the runs were created."""
     runs: list[Run]
     memory: FixedMemory
-    """Theirs: what is offloaded comes back to other addresses."""
+    """The runs' memory: offloaded tensors return to other addresses."""
     rows: Any
-    """The runs as an array of tx_delta_run, where all of their memory is the host's."""
+    """The runs as an array of tx_delta_run; None unless all of their memory is on the host."""
 
 
 class PublishedRuns:
+    """The runs that this rank publishes, and their checksums."""
+
     def __init__(
         self, optimizer: OptimizerBase, model: ModelTable, changes: WeightChanges, part: int, parts: int
     ) -> None:
-        """part, parts: this rank among those of the model."""
+        """part: this rank's index among the `parts` ranks that train the model."""
         self._optimizer, self._model, self._changes = optimizer, model, changes
         self._part, self._parts = part, parts
-        self._nothing: dict[str, Tensor] = {}  # what steps say of weights that none changes: zeros, for all of them
-        self._untrained = self.unchanging()
-        self._checksums: dict[tuple[str, int], Tensor] = {}
+        self._nothing: dict[str, Tensor] = {}  # zeros in place of a step's records, shared by runs that no step changes
+        self._untrained = self.not_stepped()
+        self._checksums: dict[tuple[str, int], Tensor] = {}  # by parameter and offset
         self._layout = _layout(self._held())
-        self._standing: _Standing | None = None
+        self._cached: _CachedRuns | None = None
         self._shards: ShardMap | None = None  # of the model's parameters
 
-    def cut_anew(self) -> bool:
-        """Whether this rank has other parts than when this was made."""
-        return not self._stands() and _layout(self._held()) != self._layout
+    def layout_changed(self) -> bool:
+        """Whether this rank now holds other runs than when this object was created."""
+        return not self._cache_is_valid() and _layout(self._held()) != self._layout
 
-    def _seen(self) -> object:
-        """Equal as long as parameters, what steps say of them, and which are stepped, stay as they are and where."""
+    def _cache_key(self) -> object:
+        """Returns a value that stays equal as long as the same parameters are stepped, and parameters, their shards and
+        the steps' records stay in the same memory."""
         states, params = self._optimizer._states, list(self._model.params.values())
         if self._shards is None or not self._shards.fits(params):
             self._shards = ShardMap(params)
@@ -69,33 +75,35 @@ class PublishedRuns:
         return self._shards, where, list(map(id, everyone)), trained, states.on_host(everyone), self._changes.made
 
     def _held(self) -> list[HeldWeights]:
-        """In the order of the table. What nobody trains, or did not when this was made, is in short runs."""
+        """Returns this rank's weights in the order of the table. Parameters that were not stepped when this object was
+        created are cut into short runs."""
         found = []
         for h in held(self._model.params, self._part, self._parts):
             found += h.cut(_SHORT) if h.name in self._untrained else [h]
         return sorted(found, key=lambda h: (self._model.order[h.name], h.offset))
 
-    def _stands(self) -> bool:
-        known = self._standing
-        return known is not None and self._seen() == known.seen and known.memory.holds()
+    def _cache_is_valid(self) -> bool:
+        known = self._cached
+        return known is not None and self._cache_key() == known.seen and known.memory.holds()
 
     def now(self) -> list[Run]:
-        if self._standing is None or not self._stands():
-            runs = self._made_runs()
+        """Returns the current runs, recreated if something has moved."""
+        if self._cached is None or not self._cache_is_valid():
+            runs = self._create_runs()
             memory = [t for run in runs for t in (run.held.weights, *run.kept.values())]
             here = all(t.is_cpu for t in memory)
             rows = self.rows(runs, [run.kept | {"weights": run.held.weights} for run in runs]) if here else None
-            self._standing = _Standing(self._seen(), runs, FixedMemory(memory), rows)
-        return self._standing.runs
+            self._cached = _CachedRuns(self._cache_key(), runs, FixedMemory(memory), rows)
+        return self._cached.runs
 
-    def _made_runs(self) -> list[Run]:
+    def _create_runs(self) -> list[Run]:
         states = self._optimizer._states
         everyone = states.everyone()
         host = dict(zip(everyone, states.on_host(everyone), strict=True))
-        found, unchanging = [], self.unchanging()
+        found, not_stepped = [], self.not_stepped()
         for h in self._held():
             begin, end = h.begin, h.begin + h.weights.numel()
-            if h.name not in unchanging:
+            if h.name not in not_stepped:
                 kept = states.changes_of(h.param, h.local, host[h.param])
             else:
                 begin, end, kept = 0, end - begin, self._unchanged(h.weights.numel())
@@ -104,12 +112,13 @@ class PublishedRuns:
         return found
 
     def rows_on_host(self) -> Any:
-        """The runs that `now` returned last as an array of tx_delta_run; None where not all of their memory is the
-        host's."""
-        return None if self._standing is None else self._standing.rows
+        """Returns the runs of the last `now()` as an array of tx_delta_run; None unless all of their memory is on the
+        host."""
+        return None if self._cached is None else self._cached.rows
 
     def rows(self, runs: list[Run], on_host: list[dict[str, Tensor]]) -> Any:
-        """Runs as such an array. on_host: the weights of each, and what is kept of them, there."""
+        """Returns runs as an array of tx_delta_run. on_host: for each run, host tensors of its weights ("weights") and
+        of the steps' records about them."""
         found = []
         for run, here in zip(runs, on_host, strict=True):
             kept = [adamw_args.argument(here.get(key)) for key in ("weights", *KEYS)]
@@ -117,14 +126,14 @@ class PublishedRuns:
             found.append(delta_library.DeltaRun(*place, *kept, adamw_args.argument(run.checksums)))
         return (delta_library.DeltaRun * len(found))(*found)
 
-    def unchanging(self) -> set[str]:
-        """Parameters of which steps have nothing to say: not the optimizer's, or frozen and without state."""
+    def not_stepped(self) -> set[str]:
+        """Returns the names of parameters that no step changes: not in the optimizer, or frozen and without state."""
         states = self._optimizer._states
         trained = {p for p in states.everyone() if p.requires_grad or states.is_made(p)}
         return {name for name, p in self._model.params.items() if p not in trained}
 
     def _unchanged(self, numel: int) -> dict[str, Tensor]:
-        """Of so many weights, or more. Nobody but renew writes to it, zeros."""
+        """Returns records without a change (zeros) for at least `numel` weights. Only `renew` writes to them, zeros."""
         if not self._nothing or self._nothing["changed"].numel() * _PER_ITEM["changed"] < numel:
             self._nothing = WeightChanges(False).beside(torch.empty(0, device="cpu"), numel, torch.device("cpu"))
         return self._nothing

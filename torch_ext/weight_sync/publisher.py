@@ -1,4 +1,4 @@
-"""A trainer's side: what changed in the weights since the last time."""
+"""`WeightPublisher`, the trainer's side of weight sync: encodes what changed in the weights since the last version."""
 
 import ctypes
 from typing import Any
@@ -19,27 +19,28 @@ _CHANGES, _WHOLE = 0, 1  # tx_delta_kind
 
 
 class WeightPublisher:
-    """Sends the weights of a model in training to the engines that generate with it: what changed since the last time.
+    """Encodes the weights of a model in training for inference engines, as deltas: what changed since the last version.
 
         publisher = torch_ext.WeightPublisher(model, optimizer)
         ...                             # any number of steps
         delta = publisher.publish()     # this rank's part: send it to each engine, a WeightSubscriber
 
-    The optimizer's step notes which weights it changes: 9/64 byte for each parameter and no copy of the weights; 1/128
-    of each for checksums, which is all where nobody trains it. A step that has no publisher pays nothing.
+    The optimizer's step records which weights it changes, in 9/64 byte per parameter; there is no copy of the weights.
+    Checksums take another 1/128 byte per parameter. A frozen parameter has checksums only. Without a publisher, a step
+    has no extra cost.
 
-    model: whose parameters are published, by their names, all of them: also those that nobody trains. Buffers are not.
-        Contiguous, in bfloat16, float16 or float32.
-    optimizer: torch_ext.AdamW, Adam, AdamW8bit or Muon, of the model, under any strategy and FSDP2, with states on
-        the device or the host.
-    exact: also notes how far each 16-bit weight went, up to 7 steps of its dtype, in half a byte for each parameter,
-        for smaller deltas after many steps.
-    sliceable: deltas are coded so that engines can hold slices of parameters (`WeightSlice`), in about a tenth more.
-    process_group: the ranks that train the model, where it is not the default group; that of `parallelize`.
+    model: all of its parameters are published by name, including frozen ones, but not its buffers. Parameters must be
+        contiguous, in bfloat16, float16 or float32.
+    optimizer: the model's torch_ext.AdamW, Adam, AdamW8bit or Muon, under any strategy or FSDP2, with states on the
+        device or the host.
+    exact: also records how far each 16-bit weight moved, up to 7 steps of its dtype, in half a byte per parameter.
+        Deltas after many steps get smaller.
+    sliceable: encodes deltas so that engines can hold slices of parameters (`WeightSlice`); about a tenth larger.
+    process_group: the ranks that train the model, as given to `parallelize`, if that is not the default group.
 
-    Made on all of these ranks at the same time: they agree on the name of the chain of versions, which is all that they
-    ever send each other. The weights at that time are version 0. A publisher that is made anew, after a restart say,
-    begins a new chain: its deltas are refused by who follows another one, until he takes `full()`.
+    Create it on all of these ranks at the same time: they agree on a name for the chain of versions, which is their
+    only communication. The weights at that time are version 0. A new publisher, after a restart for example, begins a
+    new chain: engines that follow the old chain reject its deltas until they apply a `full()` of the new one.
     """
 
     def __init__(
@@ -81,46 +82,48 @@ class WeightPublisher:
 
     @property
     def version(self) -> int:
-        """Of what was published last; 0: nothing was, the weights are those that the publisher was made with."""
+        """The last published version. 0, the weights at the publisher's creation, if nothing was published yet."""
         return int(self._chain.version)
 
     def publish(self) -> bytes:
-        """This rank's part of the next version: what changed since the last one, in no step, one or many.
+        """Returns this rank's part of the next version: what changed since the last one, after any number of steps.
 
-        Between steps; local, no message to other ranks: call it after the same step on all of them, which is checked
-        where parts are applied. What somebody wrote to weights outside the optimizer is in it: whole blocks of 128 or
-        1024 weights.
+        Call it between steps, after the same step on all ranks. It communicates with no other rank; `apply` checks
+        that the parts belong together. Weights that were written outside the optimizer are included, as whole blocks
+        of 128 or 1024 weights.
 
-        RuntimeError while a CUDA graph is captured, during a backward, between a backward that stepped and step(),
-        within `master_weights()` and `ema_weights()`, while something is offloaded, and where another publisher was
-        made of the optimizer, or the model was cut anew;
-        ValueError, naming it, where the model has other parameters than when the publisher was made. Nothing is
-        published then.
+        Raises RuntimeError while a CUDA graph is captured, during a backward, between a backward that stepped and
+        step(), within `master_weights()` and `ema_weights()`, while something is offloaded, and if the optimizer has a
+        newer publisher or the model is sharded differently now. Raises ValueError, with a parameter's name, if the
+        model's parameters are not those at the publisher's creation. After an error nothing has been published.
         """
         self._refuse_now("publish()")
         with torch.no_grad(), self._kept.silent_writes_marked():
             return self._encode(_CHANGES)
 
     def full(self) -> bytes:
-        """This rank's part of all weights, as of `version`, for engines that join: directly after `publish`.
+        """Returns this rank's part of all weights at `version`, for engines that join. Call it directly after
+        `publish`.
 
-        Errors as of publish; and RuntimeError where weights changed since: publish first.
+        Raises the errors of publish, and RuntimeError if weights have changed since publish.
         """
         self._refuse_now("full()")
         with torch.no_grad():
             return self._encode(_WHOLE)
 
     def publish_patches(self) -> list[WeightPatch]:
-        """In the place of `publish`: the next version as positions and values, for engines of others.
+        """Returns the next version as positions and values, for engines of other projects. Call it instead of
+        `publish`.
 
-        One patch for each parameter of the model, in its order; without positions where nothing changed in this rank's
-        part. Next to changed weights it may have some that did not change. Errors as of publish.
+        There is a patch for each parameter, in the model's order; several for a frozen one of more than 2**20 elements.
+        If nothing changed in this rank's part of a parameter, its patch has no positions. A patch may also contain
+        weights that did not change. Raises the errors of publish.
         """
         self._refuse_now("publish_patches()")
         with torch.no_grad(), self._kept.silent_writes_marked():
             patches = self._kept.patches()
             self._kept.renew()
-        self._chain.version += 1  # a subscriber that has not seen this version shall say so
+        self._chain.version += 1  # so that a subscriber, which cannot get this version, rejects the next delta
         return patches
 
     def _encode(self, kind: int) -> bytes:
@@ -136,14 +139,14 @@ class WeightPublisher:
         return delta_library.taken(message)
 
     def _refuse_now(self, doing: str) -> None:
-        """RuntimeError or ValueError where this rank cannot publish now."""
+        """Raises RuntimeError or ValueError if this rank cannot publish now. doing: begins the message."""
         self._refuse_between(doing)
         self._model.refuse_changed(doing)
         offload_guard.refuse_states(self._optimizer, doing)
         self._kept.refuse_changed(doing)
 
     def _refuse_between(self, doing: str) -> None:
-        """RuntimeError where weights are not those between two steps."""
+        """Raises RuntimeError if the optimizer is not between two steps. doing: begins the message."""
         self._refuse_capture(doing)
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(f"{doing} during a backward, which may step: call it between steps")

@@ -1,11 +1,11 @@
-"""Weights that somebody wrote to since the last step: the blocks of which nobody knows how far they went.
+"""Finds weights that were written outside of steps since the last step, and sets `moved` of their blocks to infinity.
 
-Note: three ways, by what there is to compare with. Beside a remainder, the step left checksums of all weights. An fp32
-master must round to its weight. A weight that is its own master has its version counter and address, by which writes of
-torch show. This is asked before a delta is made. And it is asked afterwards, too: the next step makes a weight its
-master's nearest again where it did not notice the write, and then it does not know that this changes what was
-published. Blocks of which no step changed a bit need none of it: they are compared with the checksums of what was
-published.
+Note: a step records which weights it changes, but other code may write to weights, too. How such a write shows depends
+on the weight's state. With remainders, the step left checksums of all weights. With an fp32 master, the weight must be
+the master rounded. A weight without a master has its version counter and address, which show torch's writes. All this
+is compared before a delta is encoded. It is compared again afterwards: if the next step does not notice the write, it
+overwrites the weight with the rounded master, without recording that this changes what was published. Blocks in which
+no step changed a bit need none of this: they are compared with the checksums of the published weights.
 """
 
 import ctypes
@@ -24,48 +24,52 @@ from torch_ext.tensors import dense
 from torch_ext.weight_sync import delta_library
 from torch_ext.weight_sync.delta_library import DeltaWritten
 
-_AT_A_TIME = 1 << 20  # elements that are compared
-_BLOCKS = constants.CHECKSUM // constants.BLOCK
-_MARKED = slice(DeltaWritten.marked.offset // 8, None, ctypes.sizeof(DeltaWritten) // 8)  # of the words of an array
+_AT_A_TIME = 1 << 20  # elements to compare at a time on a device
+_BLOCKS = constants.CHECKSUM // constants.BLOCK  # blocks of `moved` in a checksum block
+# Where the fields `marked` are in an array of DeltaWritten, in 8-byte words.
+_MARKED = slice(DeltaWritten.marked.offset // 8, None, ctypes.sizeof(DeltaWritten) // 8)
 
 
-class Compared:
-    """The weights with masters among those of some members. On the host one call of the library compares them all."""
+class MasterComparison:
+    """Compares the weights of members with their fp32 masters or, for remainders, with the checksums that the step
+    left. On the host, one library call compares all of them."""
 
     def __init__(self, members: Sequence[ParamState]) -> None:
         self._members = members
         beside = ("master_remainder", "master_param")
         found = [m for m in members if m.changes and m.kinds.master in beside and m.weight.numel()]
-        self._here = [m for m in found if m.changes["moved"].is_cpu]
-        self._away = [m for m in found if not m.changes["moved"].is_cpu]
-        self._given = [_compared(m) for m in self._here]  # among them may be copies
+        self._in_host_memory = [m for m in found if m.changes["moved"].is_cpu]
+        self._away = [m for m in found if not m.changes["moved"].is_cpu]  # on a device
+        self._given = [_compared(m) for m in self._in_host_memory]  # keeps copies among these tensors alive
         given = [t for one in self._given for t in one if t is not None]
-        self._memory = FixedMemory([*(m.place for m in self._here), *given])
+        self._memory = FixedMemory([*(m.place for m in self._in_host_memory), *given])
         rows = [DeltaWritten(*map(adamw_args.argument, given)) for given in self._given]
         self._rows = (DeltaWritten * len(rows))(*rows)
 
     def are(self, members: Sequence[ParamState]) -> bool:
-        """Whether it was made of these, and they are where they were."""
-        return members is self._members and all(m.weight.is_cpu for m in self._here) and self._memory.holds()
+        """Whether this object can compare these members: it was created for them, their memory has not moved, and it
+        holds no host copy of a weight on a device, which would be out of date."""
+        return members is self._members and all(m.weight.is_cpu for m in self._in_host_memory) and self._memory.holds()
 
     def mark(self) -> list[ParamState]:
-        """Makes `moved` infinite where a weight is not what the last step left. Returns those of which there are such
-        weights, as far as that is known without waiting for a device."""
-        if not self._here:
+        """Sets `moved` to infinity for blocks in which a weight is not what the last step left. Returns the members
+        with such blocks. Members on a device are always returned: to know would mean to wait for the device."""
+        if not self._in_host_memory:
             return list(filter(_mark_on_device, self._away))
         delta_library.call("mark", len(self._rows), self._rows, threads())
         marked = torch.frombuffer(self._rows, dtype=torch.int64)[_MARKED].nonzero().view(-1).tolist()
-        return [self._here[i] for i in marked] + list(filter(_mark_on_device, self._away))
+        return [self._in_host_memory[i] for i in marked] + list(filter(_mark_on_device, self._away))
 
 
 def _compared(m: ParamState) -> list[Tensor | None]:
-    """As DeltaWritten has them: weights, masters, checksums, moved."""
+    """Returns the tensors of a DeltaWritten: weights, masters, checksums, moved."""
     if m.kinds.master == "master_param":
         return [dense.flat(m.beside), dense.flat(m.master), None, m.changes["moved"]]
     return [dense.in_order_of(m.master, m.beside), None, m.state["checksum"], m.changes["moved"]]
 
 
 def _mark_on_device(m: ParamState) -> bool:
+    """Does what tx_delta_mark does, for a member on a device. Returns True."""
     moved = m.changes["moved"]
     if m.kinds.master == "master_remainder":
         now = torch.zeros_like(m.state["checksum"])
@@ -85,48 +89,50 @@ def _mark_on_device(m: ParamState) -> bool:
 
 
 def _mark_blocks(moved: Tensor, differ: Tensor) -> None:
-    """Makes it infinite for the blocks of 128 of which an element differs."""
+    """Sets `moved` to infinity for the blocks of 128 in which an element differs."""
     whole = differ.numel() // constants.BLOCK
     of_block = differ[: whole * constants.BLOCK].view(whole, constants.BLOCK).any(1)
     moved[:whole].masked_fill_(of_block, torch.inf)
     moved[whole : whole + 1].masked_fill_(differ[whole * constants.BLOCK :].any(), torch.inf)
 
 
-class _Seen(NamedTuple):
-    """A weight when somebody was known to have noticed all that was written to it."""
+class _WeightSnapshot(NamedTuple):
+    """A weight's version counter and address at a time when all writes to it were known."""
 
     param: Tensor
     place: Tensor
-    """As ParamState's."""
+    """`ParamState.place`."""
     version: int
     address: int
 
     @classmethod
-    def of(cls, param: Tensor, place: Tensor) -> "_Seen":
+    def of(cls, param: Tensor, place: Tensor) -> "_WeightSnapshot":
         version = param._version + (0 if place is param else place._version)
         return cls(param, place, version, place.data_ptr())
 
-    def differs(self, other: "_Seen") -> bool:
+    def differs(self, other: "_WeightSnapshot") -> bool:
         return (self.version, self.address) != (other.version, other.address)
 
 
 class StoredMasters:
-    """Masters, and checksums beside remainders, with their version counters: steps count none up, but who writes to
-    tensors of a state_dict() does. Weights may have been written to match."""
+    """Finds writes to fp32 masters, and to the checksums that go with remainders, by their version counters. Steps do
+    not increment these, but code that writes to the tensors of a state_dict() does. Such code may have written the
+    weights to match, so that a comparison of weights and masters shows nothing."""
 
     def __init__(self) -> None:
-        self._of: Sequence[ParamState] | None = None
+        self._noted_members: Sequence[ParamState] | None = None
         self._stored: list[tuple[ParamState, Tensor]] = []
         self._versions: list[int] = []
 
     def note(self, members: Sequence[ParamState]) -> None:
-        if self._of is not members:
-            self._of, self._stored = members, _stored(members)
+        """Stores the current version counters."""
+        if self._noted_members is not members:
+            self._noted_members, self._stored = members, _stored(members)
         self._versions = _versions(self._stored)
 
     def mark(self, members: Sequence[ParamState]) -> None:
-        """Makes `moved` infinite where there are others than `note` saw, or these were written to."""
-        if self._of is members and _versions(self._stored) == self._versions:
+        """Sets `moved` to infinity for members whose tensor was replaced or written since `note`."""
+        if self._noted_members is members and _versions(self._stored) == self._versions:
             return
         known = {m.param: (t, version) for (m, t), version in zip(self._stored, self._versions, strict=True)}
         now = _stored(members)
@@ -137,6 +143,7 @@ class StoredMasters:
 
 
 def _stored(members: Sequence[ParamState]) -> list[tuple[ParamState, Tensor]]:
+    """Returns each member that has a master, with that master, or with the checksums if it is a remainder."""
     keys = {"master_param": "master_param", "master_remainder": "checksum"}
     return [(m, m.state[keys[m.kinds.master]]) for m in members if m.kinds.master]
 
@@ -147,35 +154,41 @@ def _versions(stored: Sequence[tuple[ParamState, Tensor]]) -> list[int]:
 
 
 class WriteRecord:
-    """Of weights that no step compares with anything: their version counters and addresses after the last step."""
+    """Version counters and addresses after the last step, of weights that are compared with nothing else. Also tracks
+    writes to masters (`StoredMasters`)."""
 
     def __init__(self) -> None:
         self._masters = StoredMasters()
-        self._known: dict[Tensor, _Seen] = {}
-        self._away: dict[Tensor, _Seen] = {}
-        self._watched: tuple[Any, list[tuple[Tensor, Tensor]]] = (None, [])  # of which members, and as _Seen has them
+        self._last_seen: dict[Tensor, _WeightSnapshot] = {}
+        self._away: dict[Tensor, _WeightSnapshot] = {}  # offloaded weights
+        # Arguments of `note`, and the resulting (param, place) of each weight to watch.
+        self._watched: tuple[Any, list[tuple[Tensor, Tensor]]] = (None, [])
 
     def mark(self, members: Sequence[ParamState]) -> None:
-        """Makes `moved` infinite where torch has written to a weight, or moved it, since `note`; or to its master."""
+        """Sets `moved` to infinity if, since `note`, torch has written to a weight or its master, or moved the
+        weight."""
         self._masters.mark(members)
-        for m in members if self._known else ():
-            seen = self._known.get(m.param)
-            if seen is not None and seen.differs(_Seen.of(m.param, m.param if seen.place is seen.param else m.place)):
+        for m in members if self._last_seen else ():
+            seen = self._last_seen.get(m.param)
+            if seen is not None and seen.differs(
+                _WeightSnapshot.of(m.param, m.param if seen.place is seen.param else m.place)
+            ):
                 weight_changes.written(m.changes)
 
     def note(self, members: Sequence[ParamState], ignoring: bool) -> None:
-        """ignoring: on_external_write="ignore"."""
+        """Stores the current version counters and addresses. ignoring: whether on_external_write="ignore". Steps then
+        compare nothing, so weights with masters are watched here, too."""
         self._masters.note(members)
         of = (members, ignoring)
         if self._watched[0] is None or self._watched[0][0] is not members or self._watched[0][1] != ignoring:
             self._watched = of, [(m.param, m.place) for m in members if ignoring or m.kinds.master is None]
-        self._known = {p: _Seen.of(p, place) for p, place in self._watched[1]}
+        self._last_seen = {p: _WeightSnapshot.of(p, place) for p, place in self._watched[1]}
 
     def moved(self, params: Iterable[Tensor], away: bool) -> None:
-        """These were offloaded (away), or are back with their content, at other addresses: that is no write."""
+        """Notes that weights were offloaded (away), or are back with their content. The new address is no write."""
         for p in params:
-            if away and p in self._known:
-                self._away[p] = self._known.pop(p)
+            if away and p in self._last_seen:
+                self._away[p] = self._last_seen.pop(p)
             elif not away and p in self._away:
                 seen = self._away.pop(p)
-                self._known[p] = _Seen.of(seen.param, seen.place)
+                self._last_seen[p] = _WeightSnapshot.of(seen.param, seen.place)

@@ -1,4 +1,4 @@
-"""Patches as a version of SkyRL's delta weight sync: payload files and a manifest."""
+"""Converts patches to a version of SkyRL's delta weight sync: payload files and a manifest."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -11,10 +11,10 @@ from torch_ext.weight_sync.weight_patch import WeightPatch
 
 
 class SkyRLVersion(NamedTuple):
-    """What SkyRL writes into `delta-00000001`: save tensors with safetensors' `save_file` under the name that was given
-    as payload_file, and the manifest as `manifest.json`.
+    """The contents of a folder that SkyRL writes for a version, `delta-00000001` for example. Save tensors with
+    safetensors' `save_file` under the name passed as payload_file, and the manifest as `manifest.json`.
 
-    tensors: by name of the parameter, of those that changed: the compressed XOR of their bytes, uint8.
+    tensors: name of each changed parameter -> the compressed XOR of its bytes, uint8.
     manifest: the version, and a record for each tensor.
     """
 
@@ -32,19 +32,19 @@ def skyrl_version(
     checksum_algorithm: str = "xxh3-128",
     payload_file: str = "delta-rank00000-file000000.safetensors",
 ) -> SkyRLVersion:
-    """One version of weights for SkyRL's `fetch_weights`, on top of version - 1.
+    """Returns one version of the weights for SkyRL's `fetch_weights`, as a difference from `version` - 1.
 
-    patches: of all ranks together.
-    base: the weights of version - 1 by name, whole, contiguous, on the host; they become those of
-        `version`. Where this raises, they are what they were.
-    compress: SkyRL's: `zstandard.ZstdCompressor(level=1).compress`.
-    digest: of checksum_algorithm, as text: `xxhash.xxh3_128_hexdigest`, or
+    patches: the patches of all ranks together.
+    base: the weights of `version` - 1 by name: whole parameters, contiguous, on the host. They are updated to
+        `version`; after an error they are unchanged.
+    compress: compresses bytes as SkyRL does: `zstandard.ZstdCompressor(level=1).compress`.
+    digest: returns the checksum of bytes as text, by checksum_algorithm: `xxhash.xxh3_128_hexdigest`, or
         `lambda data: hashlib.sha256(data).hexdigest()`.
-    checksum_algorithm: "xxh3-128" or "sha256", written beside each digest.
+    checksum_algorithm: "xxh3-128" or "sha256", written to the manifest with each digest.
     payload_file: the file's name, without a folder.
 
-    ValueError for another algorithm; ValueError or TypeError, naming the parameter, where patches and base do not fit
-    each other.
+    Raises ValueError for another algorithm. Raises ValueError or TypeError, with the parameter's name, if patches and
+    base do not fit each other.
     """
     byte_diff.refuse_other("checksum_algorithm", checksum_algorithm, ("xxh3-128", "sha256"))
     found = byte_diff.diffs(patches, base, "xor", compress, digest)

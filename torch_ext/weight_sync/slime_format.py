@@ -1,4 +1,4 @@
-"""Patches as a version of slime's delta weight sync, which its SGLang reads from a folder."""
+"""Converts patches to a version of slime's delta weight sync, which its SGLang reads from a folder."""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -11,11 +11,12 @@ from torch_ext.weight_sync.weight_patch import WeightPatch
 
 
 class SlimeVersion(NamedTuple):
-    """What slime writes into `weight_v000001`: save tensors and checksums with safetensors' `save_file(tensors, path,
-    metadata=checksums)`, and an index with index_metadata and the file of each tensor.
+    """The contents of a folder that slime writes for a version, `weight_v000001` for example. Save tensors and
+    checksums with safetensors' `save_file(tensors, path, metadata=checksums)`, and an index with index_metadata and the
+    file of each tensor.
 
-    tensors: by name of the parameter, of those that changed: the compressed difference, uint8.
-    checksums: of each of them, of the bytes of the new version.
+    tensors: name of each changed parameter -> the compressed difference of its bytes, uint8.
+    checksums: name of each changed parameter -> checksum of the bytes of its new version.
     index_metadata: the "metadata" of `model.safetensors.index.json`.
     """
 
@@ -34,20 +35,20 @@ def slime_version(
     digest: Digest,
     checksum_format: str = "xxh3-128",
 ) -> SlimeVersion:
-    """One version of weights for slime's `/pull_weights`, on top of version - 1.
+    """Returns one version of the weights for slime's `/pull_weights`, as a difference from `version` - 1.
 
-    patches: of all ranks together.
-    base: the weights of version - 1 by name, whole, contiguous, on the host; they become those of
-        `version`. (A difference of bytes needs both versions, and the trainer keeps none: keep them where the files are
-        written.) Where this raises, base is what it was.
-    encoding: "xor", or "overwrite": positions and values of bytes that changed.
-    compress: slime's: `zstandard.ZstdCompressor(level=1).compress`.
-    digest: of the algorithm that checksum_format names, as text: `xxhash.xxh3_128_hexdigest`;
-        `lambda data: f"{zlib.adler32(data):08x}"` for "adler32".
+    patches: the patches of all ranks together.
+    base: the weights of `version` - 1 by name: whole parameters, contiguous, on the host. They are updated to
+        `version`; after an error they are unchanged. (A byte difference needs the previous version, and the trainer has
+        no copy of it. So keep `base` where the files are written.)
+    encoding: "xor", or "overwrite": positions and values of the changed bytes.
+    compress: compresses bytes as slime does: `zstandard.ZstdCompressor(level=1).compress`.
+    digest: returns the checksum of bytes as text, by the algorithm that checksum_format names:
+        `xxhash.xxh3_128_hexdigest`; `lambda data: f"{zlib.adler32(data):08x}"` for "adler32".
     checksum_format: "xxh3-128", "blake3" or "adler32", written into the index.
 
-    ValueError for other words; ValueError or TypeError, naming the parameter, where patches and base do not fit each
-    other.
+    Raises ValueError for another encoding or checksum_format. Raises ValueError or TypeError, with the parameter's
+    name, if patches and base do not fit each other.
     """
     byte_diff.refuse_other("checksum_format", checksum_format, ("xxh3-128", "blake3", "adler32"))
     found = byte_diff.diffs(patches, base, encoding, compress, digest)

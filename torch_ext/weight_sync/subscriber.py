@@ -1,4 +1,4 @@
-"""An engine's side: brings its weights from version to version, in place."""
+"""`WeightSubscriber`, the engine's side of weight sync: updates its weights from version to version, in place."""
 
 import ctypes
 import weakref
@@ -18,22 +18,22 @@ _VERIFY = {"touched": 0, "full": 1}
 
 
 class WeightSubscriber:
-    """Weights of an engine that follow those of a `WeightPublisher`, bit for bit.
+    """Keeps the weights of an inference engine equal to those of a `WeightPublisher`, bit for bit.
 
         subscriber = torch_ext.WeightSubscriber(dict(model.named_parameters()))
         subscriber.apply(parts)  # what publish() returned, of every rank of the trainer
 
-    tensors: name -> tensor: on the host or CUDA devices, in bfloat16, float16 or float32, each of which stays in its
-        memory (a captured graph stays valid). Their elements must be the trainer's parameters, all of them, each once.
-        Equal to the trainer's weights when its publisher was made, they are at version 0; else begin with the
-        publisher's `full()`. Those on devices are brought to pinned host memory by each apply, which the subscriber
-        keeps (as much as they have); blocks of 1024 that changed go back.
-    mapping: where a parameter of the trainer lies, for engines that have them fused, sliced, transposed or under other
-        names: parameter -> name in tensors, `WeightSlice`, several of these, or a meta tensor of its shape and dtype
-        for a parameter of which this engine holds nothing. A parameter that is not in it has a tensor of its own name.
-        A publisher whose engines hold slices is made with sliceable=True.
+    tensors: name -> tensor, on the host or CUDA devices, in bfloat16, float16 or float32. They are written in place, so
+        that captured CUDA graphs stay valid. Together they must hold all elements of the trainer's parameters, each
+        once. They are at version 0 if they equal the trainer's weights at the creation of its publisher; otherwise
+        apply the publisher's `full()` first. Each apply copies tensors on devices to pinned host memory, which the
+        subscriber keeps (as many bytes as these tensors), and copies back the blocks of 1024 elements that changed.
+    mapping: where the trainer's parameters are in the engine's tensors, for engines with fused, sliced, transposed or
+        renamed tensors: parameter name -> name in `tensors`, a `WeightSlice`, several of them, or, if this engine
+        holds nothing of the parameter, a meta tensor of its shape and dtype. A parameter that is not in `mapping` is
+        in the tensor of the same name. For engines that hold slices create the publisher with sliceable=True.
 
-    Deltas are checked against accidents. They are not authenticated: take them from who may write your weights.
+    Deltas are checked against accidents, but not authenticated: accept them only from senders that may write weights.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], mapping: Mapping[str, Place] | None = None) -> None:
@@ -59,22 +59,23 @@ class WeightSubscriber:
 
     @property
     def version(self) -> int:
-        """Of the weights: that of the last delta that was applied."""
+        """The version of the weights: that of the last applied delta."""
         return int(delta_library.brief("version", ctypes.c_int64)(self._receiver))
 
     @torch.no_grad()
     def apply(self, delta_or_parts: Bytes | Iterable[Bytes], verify: Literal["touched", "full"] = "touched") -> None:
-        """Makes the weights those of the next version, or of the last of several that follow each other.
+        """Updates the weights to the next version, or to the last one if there are deltas of several successive
+        versions.
 
-        delta_or_parts: bytes-like objects, or tensors of uint8: one delta, or one part of each rank of the trainer, in
-            any order, single or merged. Everything is checked before the first byte is written.
-        verify: "touched": the weights that changed are checked; "full": all of them are, which reads them all and finds
-            also what somebody else wrote to them.
+        delta_or_parts: one delta, or one part from each rank of the trainer, in any order, single or merged. Each is a
+            bytes-like object or a uint8 tensor. Everything is checked before the first byte is written.
+        verify: "touched" checks the weights that change. "full" reads and checks all weights, so it also finds weights
+            that other code has written to.
 
-        ValueError for what is no delta, is damaged or cut off. RuntimeError for one that does not follow the version
-        that the weights are at (lost, repeated, reordered), for parts that are missing or of different versions, for
-        one from another trainer or of another model, and for weights that are not those that it was made for: the last
-        two begin anew with `full()`. Nothing has changed then.
+        Raises ValueError if a part is no delta, damaged or truncated. Raises RuntimeError if a delta does not follow
+        the current version (lost, repeated, reordered), if parts are missing or of different versions, if it is from
+        another trainer or for another model, or if the engine's weights are not those that it was encoded against. In
+        the last two cases start again with `full()`. After an error no weight has changed.
         """
         if verify not in _VERIFY:
             raise ValueError(f"verify is {verify!r}; {' and '.join(map(repr, _VERIFY))} are legal")
@@ -88,7 +89,7 @@ class WeightSubscriber:
 
 
 def _params(tensors: EngineTensors, mapping: Mapping[str, Place]) -> list[Placed]:
-    """The trainer's parameters in the order of their table."""
+    """Returns the trainer's parameters, with their places in the engine's tensors, in the order of the table."""
     found = {name: placed(name, place, tensors.named) for name, place in mapping.items()}
     taken = {tensor for parameter in found.values() for tensor, _ in parameter.held}
     for name in tensors.named:
@@ -100,12 +101,13 @@ def _params(tensors: EngineTensors, mapping: Mapping[str, Place]) -> list[Placed
 
 
 def merge_deltas(deltas: Iterable[Bytes]) -> bytes:
-    """Deltas as one, which `WeightSubscriber.apply` takes as a whole or not at all.
+    """Merges deltas into one, so that they can be sent as one message or file. `WeightSubscriber.apply` applies all of
+    it or nothing.
 
-    deltas: parts of one version, or of several that follow each other, in any order; merged ones, too. They must be of
-        one publisher's chain. ValueError or RuntimeError says what is missing or foreign.
+    deltas: parts of one version or of several successive versions, in any order, merged or not. They must belong to the
+        same publisher's chain; otherwise, or if one is missing, raises ValueError or RuntimeError.
 
-    Its bytes are as many as those of all deltas together: for one file, or one message, in the place of many.
+    The merged delta is as large as all deltas together.
     """
     merged = delta_library.DeltaMessage()
     with delta_library.messages(list(deltas)) as messages:

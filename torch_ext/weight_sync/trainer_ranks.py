@@ -1,4 +1,4 @@
-"""The ranks that hold a model together, and what they agree on when a publisher is made."""
+"""The ranks that train a model together, and the chain's name that they agree on when a publisher is created."""
 
 import os
 from collections.abc import Iterable
@@ -14,14 +14,17 @@ from torch_ext.params.local_shard import is_dtensor
 
 
 class TrainerRanks(NamedTuple):
+    """The ranks that train a model together."""
+
     part: int
-    """This rank's place among them."""
+    """This rank's index among them."""
     parts: int
     group: Any
-    """torch.distributed.ProcessGroup; None: this process alone."""
+    """A torch.distributed.ProcessGroup; None if this process trains alone."""
 
     def new_chain(self, device: torch.device) -> tuple[int, int]:
-        """128 random bits, the same on all of them: the one collective of a publisher."""
+        """Returns 128 random bits, the same on all ranks, as two words: the name of a chain. This is the only
+        collective of a publisher."""
         words = torch.frombuffer(bytearray(os.urandom(16)), dtype=torch.int64).clone().to(device)
         if self.group is not None:
             group_calls.broadcast(words, self.group, "WeightPublisher(): the name of a chain")
@@ -30,7 +33,8 @@ class TrainerRanks(NamedTuple):
 
 
 def ranks_of(model: torch.nn.Module, params: Iterable[Tensor], process_group: Any) -> TrainerRanks:
-    """ValueError where the gradients of some are reduced over other ranks than those of the group."""
+    """Returns the ranks that train the model. process_group: as given to `WeightPublisher`. Raises ValueError if
+    gradients of some parameters are reduced over other ranks than those of the group."""
     params = list(params)
     owners = list(reducer_registry.owners_of(params))
     group = process_group

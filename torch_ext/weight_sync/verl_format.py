@@ -1,4 +1,4 @@
-"""Patches as verl sends them to SGLang: a manifest, packed positions, packed values."""
+"""Converts patches to the form in which verl sends them to SGLang: a manifest, packed positions, packed values."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -13,16 +13,17 @@ _POSITION_BYTES = 4
 
 
 def verl_flushes(patches: Iterable[WeightPatch]) -> list[dict[str, Tensor]]:
-    """What verl's loader for SGLang (`delta_loader.apply_delta`) takes: one set of named tensors for each dtype.
+    """Returns patches as verl's loader for SGLang (`delta_loader.apply_delta`) takes them: one set of named tensors for
+    each dtype.
 
-    patches: of one version, from one rank or from several; those without positions are left out. All on one device.
+    patches: patches of one version, from one rank or several, all on one device. Those without positions are left out.
 
     Each set has `__delta_spec__` (uint8: JSON with the encoding, a row for each patch and a checksum), `__positions__`
-    (uint8: int32 positions, one patch after the other) and `__values__` (the values, in the patches' dtype). Nothing
-    changed: an empty list.
+    (uint8: int32 positions, one patch after the other) and `__values__` (the values, in the patches' dtype). If nothing
+    changed, the list is empty.
 
-    ValueError where a patch has a NaN, which the loader takes for "unchanged", or a parameter has 2**31 elements or
-    more: its positions are int32. Send such a version with `WeightPublisher.full()`.
+    Raises ValueError if a patch has a NaN, which the loader takes for "unchanged", or a parameter has 2**31 elements or
+    more, since the loader's positions are int32. Send such a version with `WeightPublisher.full()`.
     """
     found = [patch for patch in patches if patch.indices.numel()]
     refuse(found)
@@ -70,5 +71,5 @@ def _rows(patches: Sequence[WeightPatch]) -> list[dict[str, Any]]:
 
 
 def _checksum(positions: Tensor, values: Tensor) -> int:
-    """verl's: torch's hash of the one, and of the other shifted by a bit."""
+    """Returns verl's checksum: torch's hash of the positions, XORed with that of the values shifted left by a bit."""
     return int(torch.hash_tensor(positions).item()) ^ (int(torch.hash_tensor(values).item()) << 1)

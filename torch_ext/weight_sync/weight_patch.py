@@ -1,4 +1,4 @@
-"""What changed in one parameter as positions and values, the form that most engines have in common."""
+"""`WeightPatch`: what changed in one parameter, as positions and values, which most engines can apply."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -11,15 +11,16 @@ _INT32 = 1 << 31
 
 
 class WeightPatch(NamedTuple):
-    """New values of some elements of one parameter: what `WeightPublisher.publish_patches` returns.
+    """New values of some elements of one parameter. `WeightPublisher.publish_patches` returns a list of patches.
 
-    Its fields are those that vLLM's sparse weight transfer reads: a list of patches can be given to its `send_weights`.
+    The fields have the names that vLLM's sparse weight transfer reads: a list of patches can be passed to its
+    `send_weights`.
 
-    name: of the parameter, as in `model.named_parameters()`.
-    indices: which elements: their positions in the flattened parameter, ascending, each once. int32, or int64 for
-        parameters of 2**31 elements and more; one dimension, on the parameter's device.
-    values: the bits that they have now: the parameter's dtype, as many as indices.
-    full_shape: the parameter's, of which this may be one rank's part.
+    name: the parameter's name, as in `model.named_parameters()`.
+    indices: positions of the elements in the flattened parameter, ascending, each once. int32, or int64 for parameters
+        of 2**31 elements or more; one dimension, on the parameter's device.
+    values: the new values of these elements, bit for bit; the parameter's dtype, as many as indices.
+    full_shape: the shape of the whole parameter, even if the patch is one rank's part of it.
     """
 
     name: str
@@ -29,18 +30,18 @@ class WeightPatch(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements of the whole parameter."""
+        """Number of elements of the whole parameter."""
         return math.prod(self.full_shape)
 
 
 def index_dtype(numel: int) -> torch.dtype:
-    """Of positions in a parameter with so many elements."""
+    """Returns the dtype of positions in a parameter with `numel` elements."""
     return torch.int32 if numel < _INT32 else torch.int64
 
 
 def refuse(patches: Iterable[WeightPatch]) -> None:
-    """ValueError or TypeError, naming the parameter, for a patch whose fields do not fit each other. Looks at the
-    positions: waits for a device."""
+    """Raises ValueError or TypeError, with the parameter's name, if the fields of a patch do not fit each other. Reads
+    the positions, and so waits for the device."""
     for patch in patches:
         name, indices, values, _ = patch
         if indices.dtype not in (torch.int32, torch.int64):
@@ -58,8 +59,8 @@ def refuse(patches: Iterable[WeightPatch]) -> None:
 
 
 def refuse_unlike(patches: Iterable[WeightPatch], weights: Mapping[str, Tensor], what: str) -> None:
-    """ValueError or TypeError, naming the parameter, where the weights to patch are not of the patches' shapes and
-    dtypes, contiguous on the host. what: the argument's name, for messages."""
+    """Raises ValueError or TypeError, with the parameter's name, unless the weights to patch have the patches' shapes
+    and dtypes and are contiguous on the host. what: the argument's name, for messages."""
     for patch in patches:
         name = patch.name
         if name not in weights:
@@ -77,7 +78,7 @@ def refuse_unlike(patches: Iterable[WeightPatch], weights: Mapping[str, Tensor],
 
 
 def by_name(patches: Iterable[WeightPatch]) -> dict[str, list[WeightPatch]]:
-    """Those with something in them: of each parameter the parts of all ranks that are here."""
+    """Groups the patches that have positions by parameter; a parameter may have patches of several ranks."""
     found: dict[str, list[WeightPatch]] = {}
     for patch in patches:
         if patch.indices.numel():

@@ -1,4 +1,4 @@
-"""Which elements of an engine's tensors are which elements of the trainer's parameters."""
+"""Maps elements of the trainer's parameters to elements of an engine's tensors."""
 
 import math
 import re
@@ -11,17 +11,17 @@ from torch import Tensor
 
 
 class WeightSlice(NamedTuple):
-    """Where a parameter, or a part of it, lies in a tensor of an engine: for `WeightSubscriber(mapping=...)`.
+    """Where a parameter, or a part of it, is in a tensor of an engine: for `WeightSubscriber(mapping=...)`.
 
         WeightSlice("qkv_proj.weight", at=slice(0, 512))                    rows of a fused tensor
         WeightSlice("up_proj.weight", of=slice(512, 1024), shape=(2048, 64))  what this rank has of 2048 rows
         WeightSlice("fc.weight_t", transposed=True)
 
     tensor: the name of the engine's tensor.
-    at: the part of that tensor, as written between brackets: a slice, an index, or a tuple of them; (): all of it.
-    of: the part of the parameter that lies there, slices of step 1; (): all of it.
-    shape: the whole parameter's. Needed where `of` is given: all else follows from the tensor.
-    transposed: the last two dimensions of the parameter are exchanged in the tensor.
+    at: the part of that tensor, as an index expression: a slice, an index, or a tuple of them; (): all of it.
+    of: the part of the parameter that is there, as slices of step 1; (): all of it.
+    shape: the shape of the whole parameter. Needed if `of` is given; otherwise it follows from the tensor.
+    transposed: whether the last two dimensions of the parameter are exchanged in the tensor.
     """
 
     tensor: str
@@ -32,15 +32,15 @@ class WeightSlice(NamedTuple):
 
 
 Place: TypeAlias = str | WeightSlice | Sequence[WeightSlice] | Tensor
-"""What `mapping` says of a parameter: the name of its tensor; its slices; or, where an engine holds nothing of it, a
-meta tensor of its shape and dtype."""
+"""A value of `mapping`, the place of a parameter: the name of its tensor; its slices; or, if an engine holds nothing of
+it, a meta tensor of its shape and dtype."""
 
 Box: TypeAlias = tuple[tuple[int, int], ...]  # [begin, end) in each dimension
 
 
 class Piece(NamedTuple):
-    """A rectangle of a parameter and where it lies: tx_delta_piece without the parameter. In elements; address 0: not
-    here."""
+    """A rectangle of a parameter and its place in memory: tx_delta_piece without the parameter. Numbers count elements.
+    An address of 0 means that the engine does not hold these elements."""
 
     first: int
     rows: int
@@ -52,26 +52,26 @@ class Piece(NamedTuple):
 
 
 def table_key(name: str, shape: Sequence[int]) -> str:
-    """What stands in the table of parameters for a name. A table has numbers of elements only: an engine with the
-    transposed matrix would take the trainer's bytes for its own."""
+    """Returns a parameter's key in the table of parameters: name and shape. The table itself has only the number of
+    elements. Without the shape in the key, an engine with the transposed matrix would accept the trainer's bytes."""
     return f"{name}[{', '.join(map(str, shape))}]"
 
 
 def name_and_shape(key: str, numel: int) -> tuple[str, tuple[int, ...]]:
-    """What table_key made a key of; of any other one itself, as the name of so many elements in a row."""
+    """Returns the name and shape in a key of `table_key`. For any other key: the key itself and the shape (numel,)."""
     found = re.fullmatch(r"(.*)\[([0-9]{1,18}(?:, [0-9]{1,18})*)?\]", key, re.DOTALL)
     shape = tuple(map(int, found[2].split(", "))) if found and found[2] else ()
     return (found[1], shape) if found and math.prod(shape) == numel else (key, (numel,))
 
 
 class Placed(NamedTuple):
-    """A parameter as the trainer has it, and all of its pieces."""
+    """A parameter of the trainer, and the places of all of its elements in the engine's tensors."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: list[Piece]
-    held: list[tuple[str, int]]  # in which of the engine's tensors how many elements are
+    held: list[tuple[str, int]]  # (name of an engine's tensor, number of elements of this parameter in it)
 
     @property
     def numel(self) -> int:
@@ -83,7 +83,7 @@ class Placed(NamedTuple):
 
 
 def placed(name: str, place: Place, tensors: Mapping[str, Tensor]) -> Placed:
-    """ValueError, naming the parameter, where a place is none."""
+    """Resolves a parameter's place. Raises ValueError, with the parameter's name, if the place is not valid."""
     if isinstance(place, Tensor):
         if not place.is_meta:
             raise ValueError(
@@ -98,7 +98,7 @@ def placed(name: str, place: Place, tensors: Mapping[str, Tensor]) -> Placed:
         raise ValueError(f"mapping[{name!r}] has tensors of {' and '.join(map(str, dtypes))}; one dtype is legal")
     shape = _shape_of(name, slices, views)
     boxes = [_box(name, one, view, shape) for one, view in zip(slices, views, strict=True)]
-    _refuse_twice(name, shape, boxes)
+    _refuse_overlap(name, shape, boxes)
     held = [(one.tensor, view.numel()) for one, view in zip(slices, views, strict=True)]
     return Placed(name, shape, views[0].dtype, _pieces(shape, list(zip(boxes, views, strict=True))), held)
 
@@ -117,7 +117,7 @@ def _slices(name: str, place: str | WeightSlice | Sequence[WeightSlice]) -> list
 
 
 def _view(name: str, one: WeightSlice, tensors: Mapping[str, Tensor]) -> Tensor:
-    """The slice's elements of the engine's tensor, in the parameter's order of dimensions."""
+    """Returns the slice's view of the engine's tensor, with its dimensions in the parameter's order."""
     if one.tensor not in tensors:
         raise ValueError(f"mapping[{name!r}] is in {one.tensor!r}, which is not among tensors")
     try:
@@ -130,6 +130,7 @@ def _view(name: str, one: WeightSlice, tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def _shape_of(name: str, slices: Sequence[WeightSlice], views: Sequence[Tensor]) -> tuple[int, ...]:
+    """Returns the shape of the whole parameter."""
     told = {tuple(one.shape) for one in slices if one.shape is not None}
     if len(told) > 1:
         raise ValueError(f"mapping[{name!r}] has slices of parameters of shapes {' and '.join(map(str, sorted(told)))}")
@@ -141,6 +142,7 @@ def _shape_of(name: str, slices: Sequence[WeightSlice], views: Sequence[Tensor])
 
 
 def _box(name: str, one: WeightSlice, view: Tensor, shape: tuple[int, ...]) -> Box:
+    """Returns the slice's part of the parameter (`of`) as index ranges."""
     ranges = one.of if isinstance(one.of, tuple) else (one.of,)
     if len(ranges) > len(shape) or not all(isinstance(r, slice) and r.step in (None, 1) for r in ranges):
         raise ValueError(
@@ -158,7 +160,7 @@ def _box(name: str, one: WeightSlice, view: Tensor, shape: tuple[int, ...]) -> B
     return box
 
 
-def _refuse_twice(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
+def _refuse_overlap(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
     for i, box in enumerate(boxes):
         for other in boxes[:i]:
             if all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(box, other, strict=True)):
@@ -171,28 +173,33 @@ def _refuse_twice(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> No
 
 
 def _pieces(shape: tuple[int, ...], parts: Sequence[tuple[Box, Tensor]]) -> list[Piece]:
-    """Of the parts, and of what is in none of them."""
-    found = [piece for box, view in parts for piece in _of_box(shape, box, view)]
-    return found + [piece for box in _rest(shape, [box for box, _ in parts]) for piece in _of_box(shape, box, None)]
+    """Returns the pieces of the parts, and pieces without an address for the rest of the parameter."""
+    found = [piece for box, view in parts for piece in _pieces_of_box(shape, box, view)]
+    return found + [
+        piece
+        for box in _uncovered_boxes(shape, [box for box, _ in parts])
+        for piece in _pieces_of_box(shape, box, None)
+    ]
 
 
-def _rest(shape: tuple[int, ...], boxes: Sequence[Box]) -> Iterator[Box]:
-    """Boxes of what no box has: the cells of the grid that the boxes' edges make."""
+def _uncovered_boxes(shape: tuple[int, ...], boxes: Sequence[Box]) -> Iterator[Box]:
+    """Yields boxes that together cover what `boxes` do not: cells of the grid that the edges of `boxes` span."""
     edges = [sorted({0, size, *(edge for box in boxes for edge in box[dim])}) for dim, size in enumerate(shape)]
     for cell in product(*map(pairwise, edges)):
         if not any(all(a <= c and d <= b for (a, b), (c, d) in zip(box, cell, strict=True)) for box in boxes):
             yield cell
 
 
-def _of_box(shape: tuple[int, ...], box: Box, view: Tensor | None) -> Iterator[Piece]:
-    """view: where it lies; None: nowhere. Dimensions that follow each other in both memories are one."""
+def _pieces_of_box(shape: tuple[int, ...], box: Box, view: Tensor | None) -> Iterator[Piece]:
+    """Yields the pieces of a box. view: its place in the engine's memory; None: the engine does not hold it. Dimensions
+    that are contiguous in the parameter and in the engine's memory are merged."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     first = sum(begin * stride for (begin, _), stride in zip(box, strides, strict=True))
     sizes = [end - begin for begin, end in box]
     if 0 in sizes:
         return
     targets = [0] * len(shape) if view is None else list(view.stride())
-    dims = _merged(zip(sizes, strides, targets, strict=True), absent=view is None)
+    dims = _merge_dims(zip(sizes, strides, targets, strict=True), absent=view is None)
     if not dims or dims[-1][1] != 1:
         dims.append((1, 1, 1))
     columns, _, column_stride = dims.pop()
@@ -204,10 +211,12 @@ def _of_box(shape: tuple[int, ...], box: Box, view: Tensor | None) -> Iterator[P
         yield Piece(first + source, rows, columns, step, address + target * width, row_stride, column_stride)
 
 
-def _merged(
+def _merge_dims(
     dims: "Iterator[tuple[int, int, int]] | zip[tuple[int, int, int]]", absent: bool
 ) -> list[tuple[int, int, int]]:
-    """(size, stride in the parameter, stride where it lies), outermost first, without dimensions of size 1."""
+    """Merges contiguous dimensions and drops those of size 1. dims, and the result: (size, stride in the parameter,
+    stride in the engine's memory), outermost first. absent: the engine does not hold it, so its strides do not matter.
+    """
     found: list[tuple[int, int, int]] = []
     for size, source, target in dims:
         if size == 1:

@@ -1,17 +1,17 @@
-"""Whether memory may be written to: a file that was mapped for reading ends the process of who writes to it."""
+"""Tells whether memory may be written to. Writing to a file that is mapped read-only would kill the process."""
 
 import bisect
 from collections.abc import Sequence
 
 
 class WritableMemory:
-    """The process's memory as it is now; where the system does not tell, all of it."""
+    """The writable memory of this process at creation time; all memory if the system does not tell."""
 
     def __init__(self) -> None:
         self._ranges = _ranges()
 
     def has(self, address: int, nbytes: int) -> bool:
-        """Whether all of these bytes may be written to."""
+        """Whether all bytes [address, address + nbytes) may be written to."""
         if self._ranges is None or not nbytes:
             return True
         i = bisect.bisect_right(self._ranges, (address, 1 << 64)) - 1
@@ -19,7 +19,7 @@ class WritableMemory:
 
 
 def _ranges() -> Sequence[tuple[int, int]] | None:
-    """[begin, end) of writable memory, ascending, neighbours as one."""
+    """Returns ranges [begin, end) of writable memory, ascending, with adjacent ranges merged; None if unknown."""
     try:
         with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
             lines = [line.split(maxsplit=2) for line in maps]
