@@ -1,4 +1,4 @@
-"""python -m torch_ext plan: bytes per rank of a model under each strategy, before anything is allocated."""
+"""python -m torch_ext plan: prints a model's bytes per rank under each strategy, before anything is allocated."""
 
 import argparse
 import sys
@@ -26,18 +26,18 @@ from torch_ext.policy.policy import Policy
 _FULL = "optim_grads_params"
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 _EMA_DTYPES: dict[str, Any] = {"bf16": torch.bfloat16, "24bit": "24bit", "fp32": torch.float32}
-_TENSORS = 256  # that a bare number of parameters is thought to be in
+_TENSORS = 256  # into how many equal tensors a bare number of parameters (--params) is divided
 
 
 class _Asked(NamedTuple):
-    """What memory is planned for."""
+    """The model that memory is planned for."""
 
     params: list[tuple[str, Any]]  # as plan_buckets takes them
-    units: list[Unit] | None
-    refusal: str | None  # why the model has no units: full sharding refuses it
+    units: list[Unit] | None  # of full sharding; None: unknown
+    refusal: str | None  # why full sharding rejects the model, which has no units then
     frozen_bytes: int
-    of_dtype: Any  # as load_policy takes it
-    what: str
+    of_dtype: Any  # the model or dtype, as load_policy takes it
+    what: str  # a description, to print
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_what_steps(parser: argparse.ArgumentParser) -> None:
-    """What a step keeps and needs beside states."""
+    """Adds the arguments that say what a step needs besides states."""
     parser.add_argument(
         "--ema-dtype",
         choices=_EMA_DTYPES,
@@ -126,7 +126,7 @@ def _add_what_steps(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the table; raises SystemExit(2), with a message, where what was asked is not legal."""
+    """Prints the table. Raises SystemExit(2), with a message, if the arguments are not legal."""
     try:
         print(_text(options))
     except (ValueError, TypeError, OSError) as error:
@@ -138,7 +138,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _count(text: str) -> int:
-    """A whole number > 0; 7e9, 7B and 1.5B are three."""
+    """Returns the text as a whole number > 0; 7e9, 7B and 1.5B are legal."""
     digits, suffix = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
     try:
         factor = _SUFFIXES[suffix]
@@ -260,7 +260,7 @@ _ASKED = {
     "averages": "emas",
     "publisher": "changes",
     "products": "products",
-}  # columns that are there where one was asked for: parts of a plan
+}  # optional columns -> the fields of a plan that they show
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
@@ -296,7 +296,7 @@ def _facts(asked: _Asked, policy: Policy, layout: BucketPlan) -> Iterator[str]:
     yield f"{numel:,} trainable parameters ({asked.what}), {_plural(layout.world_size, 'rank')}"
     dtypes = {(p.param_dtype, p.main_grads_dtype, p.grad_comm_dtype) for p in layout.parameters}
     for dtype, main, wire in sorted(dtypes, key=str):
-        kinds = StateDtypes.of(policy, dtype, 2**62, False)  # of parameters that are not small, nor kept
+        kinds = StateDtypes.of(policy, dtype, 2**62, False)  # without the exceptions min_8bit_size and keep_32bit
         master = "none" if kinds.master is None else native_dtypes.name_of(MASTERS[kinds.master])
         names = [native_dtypes.name_of(d) for d in (dtype, main, wire, kinds.exp_avg, kinds.exp_avg_sq)]
         yield "{}: gradients {}, wire {}, exp_avg {}, exp_avg_sq {}, master {}".format(*names, master)
