@@ -38,7 +38,7 @@ class Memory(library.Struct):
 
 class Found(NamedTuple):
     handle: int
-    """tx_nccl *."""
+    """Address of the library's tx_nccl."""
     version: int
     path: str
     windows: bool

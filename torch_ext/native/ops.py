@@ -64,7 +64,7 @@ _ADINPLACE = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
 class _Operator(NamedTuple):
-    row: int  # of C's table
+    row: int  # row of the operator in C's table
     overload: Any  # torch._ops.OpOverload
     written: tuple[int, ...]  # positions of the arguments that the schema marks as written
 
@@ -99,7 +99,7 @@ def call(name: str, *arguments: Any) -> None:
     row, overload, positions = _operator(name)
     written = _written(overload, positions, arguments)
     if not direct_call.run(row, name, arguments):
-        with torch._C._ExcludeDispatchKeyGuard(_ADINPLACE):  # a third faster than the kernel that does the same
+        with torch._C._ExcludeDispatchKeyGuard(_ADINPLACE):  # versions are incremented below, a third faster
             overload(*arguments)
     torch.autograd.graph.increment_version(written)
 

@@ -33,7 +33,7 @@ class HyperparameterTable(NamedTuple):
     """The hyper-parameters of a call to adamw_."""
 
     groups: Tensor  # float64 [groups, 7], rows of tx_adamw_group
-    lrs: list[Tensor]  # one per group where an lr is a tensor, else empty
+    lrs: list[Tensor]  # one per group if any lr is a tensor, else empty
     shared: tuple[int, int, int]  # seed, moment_rounding, weight_rounding
 
 

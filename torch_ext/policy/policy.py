@@ -39,7 +39,7 @@ class Policy(PolicyFields):
     def _value_of(self, name: str) -> Any:
         return self._values[name]
 
-    if not TYPE_CHECKING:  # for a checker, a field that does not exist is an error
+    if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any attribute
 
         def __getattr__(self, name: str) -> Any:
             if name[:1] == "_":

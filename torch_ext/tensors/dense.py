@@ -33,8 +33,8 @@ def normal_tensors() -> Iterator[None]:
 
 
 def is_dense(t: Tensor) -> bool:
-    """Whether the elements fill one range of memory, each once, in any order of dimensions (non-overlapping and
-    dense)."""
+    """Whether the tensor is non-overlapping and dense: its elements fill one range of memory, in any order of
+    dimensions."""
     if t.numel() and t.is_contiguous():  # without elements, strides may be any
         return True
     expected = 1
