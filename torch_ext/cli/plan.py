@@ -29,7 +29,7 @@ _EMA_DTYPES: dict[str, Any] = {"bf16": torch.bfloat16, "24bit": "24bit", "fp32":
 _TENSORS = 256  # into how many equal tensors a bare number of parameters (--params) is divided
 
 
-class _Asked(NamedTuple):
+class _PlanInput(NamedTuple):
     """The model that memory is planned for."""
 
     params: list[tuple[str, Any]]  # as plan_buckets takes them
@@ -189,18 +189,18 @@ def _policy_of(options: argparse.Namespace, of_dtype: Any) -> Policy:
 # -- what to plan for ---------------------------------------------------------------------------------------------
 
 
-def _asked(options: argparse.Namespace) -> _Asked:
+def _plan_input(options: argparse.Namespace) -> _PlanInput:
     if options.model:
         return _of_model(options)
     dtype = options.dtype or "bf16"
     if options.params:
         tensors = min(_TENSORS, options.params)
         numels = [options.params // tensors + (i < options.params % tensors) for i in range(tensors)]
-        return _Asked([(str(i), n) for i, n in enumerate(numels)], None, None, 0, dtype, f"{tensors} equal tensors")
+        return _PlanInput([(str(i), n) for i, n in enumerate(numels)], None, None, 0, dtype, f"{tensors} equal tensors")
     params = list(_lines(options.numels))
     if not params:
         raise ValueError(f"{options.numels} has no line with a number of elements")
-    return _Asked(params, None, None, 0, dtype, f"{len(params)} tensors of {options.numels}")
+    return _PlanInput(params, None, None, 0, dtype, f"{len(params)} tensors of {options.numels}")
 
 
 def _lines(file: str) -> Iterator[tuple[str, int]]:
@@ -218,7 +218,7 @@ def _lines(file: str) -> Iterator[tuple[str, int]]:
             raise ValueError(f'{file}, line {number}: {error}; "elements" or "name elements" is legal') from None
 
 
-def _of_model(options: argparse.Namespace) -> _Asked:
+def _of_model(options: argparse.Namespace) -> _PlanInput:
     text, dtype = options.model, options.dtype
     make = named_function.load(text, "--model", "my_package.model:build")
     try:
@@ -240,10 +240,10 @@ def _of_model(options: argparse.Namespace) -> _Asked:
         units = memory_plan.units_of(model, policy.bucket_size)
     except ValueError as error:
         refusal = str(error)
-    return _Asked(params, units, refusal, memory_plan.frozen_bytes(model), model, type(model).__name__)
+    return _PlanInput(params, units, refusal, memory_plan.frozen_bytes(model), model, type(model).__name__)
 
 
-def _muon_of(options: argparse.Namespace, asked: _Asked) -> MuonOptions | None:
+def _muon_of(options: argparse.Namespace, asked: _PlanInput) -> MuonOptions | None:
     if not options.muon:
         if options.ns_dtype or options.adamw_params:
             raise ValueError("--ns-dtype and --adamw-params are of Muon's: --muon is missing")
@@ -256,7 +256,7 @@ def _muon_of(options: argparse.Namespace, asked: _Asked) -> MuonOptions | None:
 # -- the table ----------------------------------------------------------------------------------------------------
 
 _COLUMNS = ("parameters", "gradients", "masters", "moments", "scales, steps")
-_ASKED = {
+_OPTIONAL_COLUMNS = {
     "averages": "emas",
     "publisher": "changes",
     "products": "products",
@@ -265,7 +265,7 @@ _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
 def _text(options: argparse.Namespace) -> str:
-    asked = _asked(options)
+    asked = _plan_input(options)
     policy = _policy_of(options, asked.of_dtype)
     layout = plan_buckets(asked.params, policy, options.world_size)
     chosen = list(options.strategy or table.strategies())
@@ -291,7 +291,7 @@ def _text(options: argparse.Namespace) -> str:
     return "\n".join([*_facts(asked, policy, layout), "", *_table(plans), "", *notes])
 
 
-def _facts(asked: _Asked, policy: Policy, layout: BucketPlan) -> Iterator[str]:
+def _facts(asked: _PlanInput, policy: Policy, layout: BucketPlan) -> Iterator[str]:
     numel = sum({(p.buffer, p.start): p.numel for p in layout.parameters}.values())
     yield f"{numel:,} trainable parameters ({asked.what}), {_plural(layout.world_size, 'rank')}"
     dtypes = {(p.param_dtype, p.main_grads_dtype, p.grad_comm_dtype) for p in layout.parameters}
@@ -310,7 +310,7 @@ def _plural(count: int, noun: str) -> str:
 
 def _table(plans: Sequence[MemoryPlan]) -> list[str]:
     unit, size = _unit_of(max(plan.peak for plan in plans))
-    asked = {column: part for column, part in _ASKED.items() if any(getattr(plan, part) for plan in plans)}
+    asked = {column: part for column, part in _OPTIONAL_COLUMNS.items() if any(getattr(plan, part) for plan in plans)}
     stepping = any(plan.stepping for plan in plans)
     sums = ("total", "transient", *["stepping"] * stepping, "peak")
     rows: list[tuple[str, ...]] = [(unit, *_COLUMNS, *asked, *sums)]
@@ -326,7 +326,7 @@ def _table(plans: Sequence[MemoryPlan]) -> list[str]:
     ]
 
 
-def _notes(asked: _Asked, plans: Sequence[MemoryPlan], slots: bool) -> Iterator[str]:
+def _notes(asked: _PlanInput, plans: Sequence[MemoryPlan], slots: bool) -> Iterator[str]:
     yield "Of one rank. Not in it: activations, buffers of modules, what allocators and transports keep for themselves."
     of = {plan.strategy: plan for plan in plans}
     if any(strategy != _FULL for strategy in of):

@@ -18,7 +18,7 @@ _WORDS = 8
 _FORMAT = 1
 
 # The last number that this process gave to a reducer. Ranks take the largest of theirs, so that tags agree.
-_reducers_made = 0
+_last_reducer = 0
 
 
 def agree(
@@ -32,7 +32,7 @@ def agree(
     Raises `failure` itself on its rank. Elsewhere raises RuntimeError that says which rank failed and why, or which
     ranks differ and in which line first.
     """
-    global _reducers_made
+    global _last_reducer
     version = library.function("tx_version", restype=ctypes.c_uint32)()
     digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:8], "little", signed=True)
     words = [
@@ -41,7 +41,7 @@ def agree(
         failure is not None,
         _signed(fingerprint),
         digest,
-        _reducers_made,
+        _last_reducer,
         communicator.world_size,
         0,
     ]
@@ -49,9 +49,9 @@ def agree(
         row.view(torch.int64).tolist()
         for row in _gather(communicator, torch.tensor(words, device="cpu").view(torch.uint8), caller)
     ]
-    _reducers_made = 1 + max(row[5] for row in rows)
+    _last_reducer = 1 + max(row[5] for row in rows)
     if not any(row[2] for row in rows) and all(row[:5] == rows[0][:5] for row in rows):
-        return _reducers_made
+        return _last_reducer
 
     texts = _gather_texts(communicator, str(failure) if failure else "\n".join(_with_version(version, lines)), caller)
     if failure is not None:

@@ -134,7 +134,7 @@ def failed(group: Any, label: str, error: BaseException, missing: Iterable[int] 
     with _lock:
         verdict = _verdicts.get(group)
         if verdict is None:
-            verdict = _verdicts[group] = _find_out(group, label, _reason(error), set(missing))
+            verdict = _verdicts[group] = _inquire(group, label, _reason(error), set(missing))
     return RuntimeError(verdict.message(label))
 
 
@@ -177,7 +177,7 @@ def is_failure(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or bool(re.search(r"gloo/|imed out|onnection|NCCL|abort", text))
 
 
-def _find_out(group: Any, label: str, reason: str, missing: set[int]) -> _Verdict:
+def _inquire(group: Any, label: str, reason: str, missing: set[int]) -> _Verdict:
     rank, size, global_ranks = _ranks_of(group)
     others = set(range(size)) - {rank}
     known = missing or _broken(group, rank, others)

@@ -21,12 +21,12 @@ _LOAD = "optimizer.load_state_dict(checkpoint)  # of an optimizer with these par
 def check(reading: Reading) -> Iterator[Finding]:
     yield from _no_state(reading)
     yield from _missing_moments(reading)
-    yield from _collected(reading, "misshapen_moments", _misshapen, _LOAD)
-    yield from _collected(reading, "nonfinite_state", _nonfinite, _LOAD + "; from before this")
-    yield from _collected(reading, "inconsistent_moments", _inconsistent, _LOAD)
+    yield from _by_message(reading, "misshapen_moments", _misshapen, _LOAD)
+    yield from _by_message(reading, "nonfinite_state", _nonfinite, _LOAD + "; from before this")
+    yield from _by_message(reading, "inconsistent_moments", _inconsistent, _LOAD)
 
 
-def _collected(reading: Reading, kind: str, what: Any, fix: str) -> Iterator[Finding]:
+def _by_message(reading: Reading, kind: str, what: Any, fix: str) -> Iterator[Finding]:
     """Yields one finding for each distinct message that the function `what` returns for a parameter."""
     found: dict[str, dict[str, None]] = {}
     for t in reading.trained:

@@ -54,14 +54,14 @@ def find() -> Found:
     Searched in this order: torch's, if this process has loaded it; the path in TORCH_EXT_NCCL; the Python package's;
     the system's. Raises RuntimeError, which says what to do, if there is none or it is too old."""
     handle, about = ctypes.c_void_p(), About(size=ctypes.sizeof(About))
-    path = os.environ.get(PATH_VARIABLE) or _of_package()
+    path = os.environ.get(PATH_VARIABLE) or _path_in_package()
     _function("tx_nccl_open", ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p))(path and path.encode(), handle)
     _function("tx_nccl_about_this", ctypes.c_void_p, ctypes.POINTER(About))(handle, about)
     assert handle.value is not None
     return Found(handle.value, about.version, about.path.decode(), bool(about.windows))
 
 
-def _of_package() -> str | None:
+def _path_in_package() -> str | None:
     """Returns the libnccl.so.2 of the Python package nvidia-nccl-cu13 or -cu12, which torch depends on."""
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():

@@ -62,11 +62,13 @@ class Selection:
             for pattern in self._patterns
         ]
         for module in filter(None, (known() for known in self._modules)):
-            selected.append((f"a {type(module).__name__}", _held([module], params)))
-        selected += ((f"the type {kind.__name__}", _held(_alive(kind), params)) for kind in self._types)
+            selected.append((f"a {type(module).__name__}", _in_modules([module], params)))
+        selected += ((f"the type {kind.__name__}", _in_modules(_living_modules(kind), params)) for kind in self._types)
         for what, flags in selected:
             if complete and not any(flags):
-                raise ValueError(f"{self._where} has {what}, which selects none of the parameters{_first(logical)}")
+                raise ValueError(
+                    f"{self._where} has {what}, which selects none of the parameters{_first_names(logical)}"
+                )
             found = [a or b for a, b in zip(found, flags, strict=True)]
         return found
 
@@ -85,17 +87,17 @@ def _matches(name: str, pattern: str) -> bool:
     return any(fnmatch.fnmatchcase(".".join(parts[:n]), pattern) for n in range(1, len(parts) + 1))
 
 
-def _held(modules: Iterable[nn.Module], params: Sequence[Tensor]) -> list[bool]:
+def _in_modules(modules: Iterable[nn.Module], params: Sequence[Tensor]) -> list[bool]:
     held = {id(p) for module in modules for p in module.parameters()}
     return [id(p) in held for p in params]
 
 
-def _alive(kind: type[nn.Module]) -> Iterator[nn.Module]:
+def _living_modules(kind: type[nn.Module]) -> Iterator[nn.Module]:
     """Returns all living modules of a type. A search of the heap, since a parameter does not know its module."""
     return (module for module in gc.get_objects() if issubclass(type(module), kind))
 
 
-def _first(names: Sequence[str | None]) -> str:
+def _first_names(names: Sequence[str | None]) -> str:
     known = [name for name in names if name is not None]
     if not known:
         return ""

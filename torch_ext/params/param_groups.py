@@ -130,7 +130,7 @@ def taken(params: Params) -> Params:
     parameters only once, and this package reads them before torch.optim.Optimizer does."""
     if isinstance(params, Tensor):
         return params  # torch says what is wrong with a single tensor
-    _refuse_others(params)
+    _refuse_containers(params)
     everything: list[Any] = list(params)
     _refuse_members(everything)
     for group in everything:
@@ -140,7 +140,7 @@ def taken(params: Params) -> Params:
     return everything
 
 
-def _refuse_others(params: Any) -> None:
+def _refuse_containers(params: Any) -> None:
     """Raises TypeError for objects that contain parameters but are not legal as `params`."""
     if isinstance(params, torch.nn.Module) and not isinstance(params, torch.nn.ParameterList):
         raise TypeError(

@@ -65,9 +65,9 @@ class CutRun:
             member, error = self._error
             raise failure_of(member, error) from error
         if failed is not None:
-            raise failure_of(failed.member, RuntimeError(self._why))
+            raise failure_of(failed.member, RuntimeError(self._failure_reason))
 
-    def _make(self, action: Action) -> None:
+    def _compute_momentum(self, action: Action) -> None:
         member = self._exchange.members[action.param]
         with member.named():
             into = torch.empty(member.weight.numel(), dtype=member.transfer_dtype, device=member.device)
@@ -76,7 +76,7 @@ class CutRun:
     def _gather(self, action: Action) -> None:
         """Starts the all-to-all that sends this rank's parts of the momentum to the owners."""
         come, go = self._exchange.sizes(action.round)
-        parts = [self._part(one) for one in self._exchange.of_owners(action.round) if one is not None]
+        parts = [self._part(one) for one in self._exchange.matrices_of_round(action.round) if one is not None]
         self._incoming[action.round] = self._started("momentum", torch.cat(parts), come, go)
 
     def _receive(self, action: Action) -> None:
@@ -110,10 +110,12 @@ class CutRun:
         for rank, outcome in enumerate(outcomes.wait().tolist()):
             if outcome != _OK:
                 self._exchange.fail(action.round, rank)
-                self._why = NON_FINITE if outcome == _NON_FINITE else _failure_text(self._exchange.owners.group, rank)
+                self._failure_reason = (
+                    NON_FINITE if outcome == _NON_FINITE else _failure_text(self._exchange.owners.group, rank)
+                )
         _, go = self._exchange.sizes(action.round)
         for one, (begin, end) in zip(
-            self._exchange.of_owners(action.round), pairwise([0, *accumulate(go)]), strict=True
+            self._exchange.matrices_of_round(action.round), pairwise([0, *accumulate(go)]), strict=True
         ):
             if one is not None and begin < end:
                 self._part(one).copy_(update[begin:end])
@@ -148,7 +150,7 @@ def _failure_text(group: torch.distributed.ProcessGroup, rank: int) -> str:
 
 
 _DO: dict[int, Callable[[CutRun, Action], None]] = {
-    Do.MOMENTUM: CutRun._make,
+    Do.MOMENTUM: CutRun._compute_momentum,
     Do.GATHER: CutRun._gather,
     Do.RECEIVE: CutRun._receive,
     Do.MULTIPLY: CutRun._multiply,

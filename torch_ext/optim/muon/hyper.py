@@ -25,7 +25,7 @@ OF_MATRICES = (
 """The keys of a group that the step of a matrix reads; all but `ns` and `ns_dtype` are torch.optim.Muon's arguments."""
 
 _ADAMW = ("lr", "betas", "eps", "weight_decay")
-_NOT_OURS = ("foreach", "fused", "amsgrad", "maximize", "capturable", "differentiable")
+_UNSUPPORTED = ("foreach", "fused", "amsgrad", "maximize", "capturable", "differentiable")
 
 
 @structs.mirror("tx_muon_group")
@@ -49,7 +49,7 @@ def refuse(group: Group, where: str) -> None:
 
 
 def _refuse_kinds(group: Group, where: str) -> None:
-    for key in _NOT_OURS:
+    for key in _UNSUPPORTED:
         if group.get(key):
             raise ValueError(f"{where}{key}={group[key]!r} is not Muon's: leave it out; the step is always fused")
     for key, legal in (

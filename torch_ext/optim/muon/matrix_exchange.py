@@ -87,10 +87,10 @@ class Exchange:
 
     def matrix(self, in_round: int, rank: int) -> CutMatrix | None:
         """Returns the matrix that a rank orthogonalises in a round; None: it has none."""
-        number = self._number(in_round, rank)
+        number = self._matrix_index(in_round, rank)
         return None if number < 0 else self._matrices[number]
 
-    def of_owners(self, in_round: int) -> list[CutMatrix | None]:
+    def matrices_of_round(self, in_round: int) -> list[CutMatrix | None]:
         """Returns the matrix that each rank orthogonalises in a round."""
         return [self.matrix(in_round, rank) for rank in range(self._world)]
 
@@ -114,7 +114,7 @@ class Exchange:
     def fail(self, in_round: int, rank: int) -> None:
         """Reports that the products of a rank's matrix in this round failed. Every rank reports the same failures."""
         call = library.function("tx_muon_exchange_fail", ctypes.c_void_p, ctypes.c_int64, restype=None, brief=True)
-        call(self._machine, self._number(in_round, rank))
+        call(self._machine, self._matrix_index(in_round, rank))
 
     def failed(self) -> CutMatrix | None:
         """Returns the first matrix that failed, the same on all ranks once the step is done; None: none failed."""
@@ -123,7 +123,7 @@ class Exchange:
         )
         return None if first < 0 else self._matrices[first]
 
-    def _number(self, in_round: int, rank: int) -> int:
+    def _matrix_index(self, in_round: int, rank: int) -> int:
         int64 = ctypes.c_int64
         found = library.function("tx_muon_exchange_matrix", ctypes.c_void_p, int64, int64, restype=int64, brief=True)(
             self._machine, in_round, rank

@@ -93,7 +93,9 @@ class Chooser:
         flattened = _are_of(params, (nn.modules.conv._ConvNd,)) if any(p.dim() == 3 for p in params) else left_out
         splits = self._splits(params, names)
         return [
-            None if left_out[i] or p.dim() < 2 or p.numel() == 0 else _form(p, flattened[i], splits[i], where, shown[i])
+            None
+            if left_out[i] or p.dim() < 2 or p.numel() == 0
+            else _form_of(p, flattened[i], splits[i], where, shown[i])
             for i, p in enumerate(params)
         ]
 
@@ -144,7 +146,7 @@ def _heads(model: nn.Module | None) -> list[nn.Module]:
     return [head] if isinstance(head, nn.Module) else []
 
 
-def _form(p: Tensor, flattened: bool, split: Split | None, where: str, name: str) -> MatrixForm:
+def _form_of(p: Tensor, flattened: bool, split: Split | None, where: str, name: str) -> MatrixForm:
     form = MatrixForm(flattened or p.dim() > 3, None)
     if split is None:
         return form

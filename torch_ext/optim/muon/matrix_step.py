@@ -146,14 +146,14 @@ class MatrixStep:
         """Creates the plan of each process group. The first call is collective; later ones do nothing."""
         for group in self._groups if not self._plans else ():
             members = [m for m in self._members if m.sharing is not None and m.sharing.group is group]
-            owners, first = self._planned(members, group), dict[MatrixMember, int]()
+            owners, first = self._owners_for(members, group), dict[MatrixMember, int]()
             for m in members:
                 first[m] = sum(len(before.matrices) for before in first)
             cut = [m for m in members if m.sharing and m.sharing.runs is not None]
             owner_of = [owners.of[first[m] : first[m] + len(m.matrices)] for m in cut]
             self._plans[group] = _GroupPlan(owners, first, Exchange(cut, owner_of, owners) if cut else None)
 
-    def _planned(self, members: Sequence[MatrixMember], group: Any) -> Owners:
+    def _owners_for(self, members: Sequence[MatrixMember], group: Any) -> Owners:
         """Returns the owners of these matrices. Collective only once per set of matrices: a rank that rebuilds its
         MatrixStep, when the others do not, must not wait for them."""
         sizes = [size for m in members for size in m.operations()]

@@ -57,7 +57,7 @@ def _update(member: MatrixMember, update: Tensor, scalars: StepScalars) -> None:
         member.update(update, scalars)
 
 
-class _Sent:
+class _Broadcasts:
     """A parameter whose updates are being broadcast."""
 
     def __init__(self, member: MatrixMember, update: Tensor, calls: Sequence[group_calls.Call]) -> None:
@@ -91,7 +91,7 @@ class ReplicatedRun:
     def __init__(self, products: Products, scalars: StepScalars) -> None:
         self._products, self._scalars = products, scalars
         self._updates: dict[MatrixMember, Tensor] = {}
-        self._sent: list[_Sent] = []
+        self._broadcasts: list[_Broadcasts] = []
         self._error: Exception | None = None  # this rank's first error
 
     def start(self, params: Sequence[Replicated]) -> None:
@@ -101,10 +101,10 @@ class ReplicatedRun:
             member, update, calls = one.member, self._update_of(one), []
             for i, m in enumerate(member.matrices):
                 if one.owns(i):
-                    self._mark(*next(own))
+                    self._note_failure(*next(own))
                 part, label = update[m.begin : m.begin + m.numel], f"step(): the update of {member.name}"
                 calls.append(group_calls.broadcast_from(part, one.owners.of[one.first + i], one.owners.group, label))
-            self._sent.append(_Sent(member, update, calls))
+            self._broadcasts.append(_Broadcasts(member, update, calls))
 
     def _own(self, params: Iterable[Replicated]) -> Iterator[Part]:
         for one in params:
@@ -121,7 +121,7 @@ class ReplicatedRun:
                 self._updates[member] = member.momentum(one.grad, self._scalars, into)
         return self._updates[member]
 
-    def _mark(self, part: Part, failure: Exception | None) -> None:
+    def _note_failure(self, part: Part, failure: Exception | None) -> None:
         """Marks a failed update with NaN, which tells the other ranks. This rank raises its error only after all
         broadcasts, because the other ranks wait for its updates."""
         if failure is None:
@@ -134,7 +134,7 @@ class ReplicatedRun:
         """Waits for all updates and applies them. If an owner's products failed, raises RuntimeError on every rank:
         this rank's own error, or one that names the first such parameter. All other parameters are updated."""
         refused = self._error
-        for one in self._sent:
+        for one in self._broadcasts:
             try:
                 one.finish(self._scalars)
             except RuntimeError as error:
