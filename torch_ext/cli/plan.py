@@ -176,6 +176,7 @@ def _override(text: str) -> tuple[str, Any]:
 
 
 def _policy_of(options: argparse.Namespace, of_dtype: Any) -> Policy:
+    """Returns the policy for the options. Keys of --override belong to the optimizer's or the buckets' side."""
     given = dict(options.override)
     words = {"states": options.states, "min_8bit_size": options.min_8bit_size}
     given |= {key: value for key, value in words.items() if value is not None}
@@ -204,6 +205,7 @@ def _plan_input(options: argparse.Namespace) -> _PlanInput:
 
 
 def _lines(file: str) -> Iterator[tuple[str, int]]:
+    """Yields name and number of elements of each line of a --numels file."""
     text = sys.stdin.read() if file == "-" else Path(file).read_text()
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
@@ -327,6 +329,7 @@ def _table(plans: Sequence[MemoryPlan]) -> list[str]:
 
 
 def _notes(asked: _PlanInput, plans: Sequence[MemoryPlan], slots: bool) -> Iterator[str]:
+    """Yields the notes below the table."""
     yield "Of one rank. Not in it: activations, buffers of modules, what allocators and transports keep for themselves."
     of = {plan.strategy: plan for plan in plans}
     if any(strategy != _FULL for strategy in of):

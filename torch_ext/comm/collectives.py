@@ -144,6 +144,8 @@ class CollectiveCommunicator(Communicator):
         return _AllGather(buffer, self.transport.all_gather(buffer.messages(), self.rank, label))
 
     def all_gather_bytes(self, payload: torch.Tensor, *, tag: int, label: str) -> Callable[[], list[torch.Tensor]]:
+        """Implements `Communicator.all_gather_bytes`; over gloo if work is deferred, so that no host waits for the
+        device."""
         if self.deferring:
             if self._control is None:
                 self._control = control_communicator(self.group, self.device)

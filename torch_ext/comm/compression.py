@@ -1,8 +1,8 @@
 """Lossless compression of bf16 messages to three quarters of their bytes (C's tx_compress), for slow links.
 
-The length of a compressed message depends only on its number of elements, so that the receiver knows it. Elements that
-do not fit, because their values vary too much, follow uncompressed (`rest`). Both ranks agree beforehand whether to
-compress (`Communicator.compresses`).
+The length of a compressed message depends only on its number of elements, so that the receiver knows it. Data that is
+too irregular to fit follows uncompressed (`rest`). Both ranks agree beforehand whether to compress
+(`Communicator.compresses`).
 """
 
 import ctypes

@@ -197,6 +197,8 @@ class PeerMessages(Communicator):
         return self._message_bytes(wire) < wire.nbytes
 
     def _post(self, post: Callable[[int], Iterator[P2PWork]], label: str) -> Works:
+        """Posts the messages of every peer. If posting fails, keeps the posted ones alive and raises an error that
+        names the peer."""
         refuse_failed(self.group, label)
         works: Works = []
         for peer in self._peers:

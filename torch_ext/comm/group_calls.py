@@ -112,11 +112,13 @@ def new_group(
 
 
 def _started(call: Callable[..., Any], group: Any, label: str, *args: Any) -> Call:
+    """Starts a collective and returns its work; errors are translated here and in the work's wait."""
     with translated(group, label):
         return Call(call(*args, group=group, async_op=True), group, label)
 
 
 def _finished(call: Callable[..., Any], group: Any, label: str, *args: Any, **options: Any) -> None:
+    """Runs a blocking collective; errors are translated."""
     with translated(group, label):
         call(*args, group=group, **options)
 

@@ -88,6 +88,7 @@ def _gather(communicator: Communicator, payload: torch.Tensor, caller: str) -> l
 
 
 def _gather_texts(communicator: Communicator, text: str, caller: str) -> list[str]:
+    """Gathers a text from every rank; the texts' lengths are gathered first."""
     data = text.encode("utf-8", "replace")
     sizes = [
         int(row.view(torch.int64))

@@ -19,7 +19,7 @@ def measure(communicator: Communicator, number: int, caller: str) -> float | Non
     Collective: every rank calls it while no operation is running, and gets the same result. number: from `agree`.
 
     Takes a quarter of a second at 1 Gbit/s. Each rank sends about 24 MiB, and needs at most 64 KiB of memory per rank,
-    or 8 MiB. Raises RuntimeError that names lost ranks.
+    or 8 MiB if that is more. Raises RuntimeError that names lost ranks.
     """
     world_size = communicator.world_size
     part = library.function("tx_link_part_bytes", ctypes.c_int64, restype=ctypes.c_int64, brief=True)(world_size)

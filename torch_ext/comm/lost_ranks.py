@@ -178,6 +178,8 @@ def is_failure(error: BaseException) -> bool:
 
 
 def _inquire(group: Any, label: str, reason: str, missing: set[int]) -> _Verdict:
+    """Makes the inquiry for a group that has just failed. missing: ranks in the group whose messages are missing; empty
+    if unknown."""
     rank, size, global_ranks = _ranks_of(group)
     others = set(range(size)) - {rank}
     known = missing or _broken(group, rank, others)

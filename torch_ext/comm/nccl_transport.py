@@ -111,6 +111,7 @@ class NcclTransport:
         self._watchdog: Watchdog | None = None
 
     def _made(self) -> nccl.Comm:
+        """Returns the communicator. The first call creates it, and is collective: rank 0 sends its id to all ranks."""
         if self._comm is None:
             wanted = 1 if self._gather_stream is None else 2
             makes = self._control.rank == 0
@@ -151,6 +152,7 @@ class NcclTransport:
         label: str,
         stream: Stream,
     ) -> list[TransportWork]:
+        """Queues an operation on the stream, after everything queued so far on the current stream, and watches it."""
         assert self._watchdog is not None
         self._streams.record(self._before, self._streams.current())
         self._streams.wait(stream, self._before)
@@ -213,6 +215,7 @@ _transports: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[bool, NcclTransp
 def transport_of(
     group: dist.ProcessGroup, device: torch.device, streams: Streams, create_all_gather_group: bool
 ) -> NcclTransport:
+    """Returns the transport of a process group. The first call for a group is collective."""
     made = _transports.setdefault(group, {})
     if create_all_gather_group not in made:
         control = collectives.control_communicator(group, device)

@@ -69,6 +69,7 @@ def ask(question: _Task) -> threading.Thread:
 
 @atexit.register
 def _end_all() -> None:
+    """Ends all threads at exit: waits for their tasks, then makes threads that are still running give up."""
     threads = {thread: _threads[thread] for thread in threading.enumerate() if thread in _threads}
     for ending in threads.values():
         if ending.tell is not None:

@@ -7,6 +7,7 @@ from torch_ext.diagnosis.trained_parameters import Reading, Trained
 
 
 def check(reading: Reading) -> Iterator[Finding]:
+    """Yields findings about the membership of parameters in groups."""
     missing = [name for name in reading.model.trainable() if name not in reading.in_groups]
     if reading.partial:
         missing = []  # some parameters are in another rank's optimizer

@@ -22,6 +22,7 @@ _REFRESH = {
 
 
 def check(reading: Reading) -> Iterator[Finding]:
+    """Yields findings about masters that do not round to their weights, or have another number of elements."""
     by_where: dict[tuple[str, str], dict[str, int]] = {}
     misshapen: dict[str, None] = {}
     source = {id(copy.copy): copy.weight for copy in reading.copies}

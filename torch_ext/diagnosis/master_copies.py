@@ -65,6 +65,7 @@ def copies(layers: Sequence[Any], params: Sequence[Tensor]) -> list[Copy]:
 
 
 def _of_layer(holder: Any, layer: Any) -> Iterator[Copy]:
+    """Yields the copies in a layer's attributes. holder: the layer, or an object in it that has these attributes."""
     for weights, masters in _LISTS:
         yield from _paired(_flat(attribute_of(holder, weights)), attribute_of(holder, masters), masters, layer)
     for weights, masters in _CUT_LISTS:
@@ -84,6 +85,7 @@ def _of_layer(holder: Any, layer: Any) -> Iterator[Copy]:
 
 
 def _paired(weights: Sequence[Any], masters: Any, where: str, layer: Any) -> Iterator[Copy]:
+    """Yields the pairs of two lists of tensors; nothing if their lengths differ, since pairs cannot be told then."""
     if not isinstance(masters, list | tuple):
         return
     flat = _flat(masters)

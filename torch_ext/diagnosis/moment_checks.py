@@ -19,6 +19,7 @@ _LOAD = "optimizer.load_state_dict(checkpoint)  # of an optimizer with these par
 
 
 def check(reading: Reading) -> Iterator[Finding]:
+    """Yields findings about moments that are missing, misshapen, not finite or inconsistent."""
     yield from _no_state(reading)
     yield from _missing_moments(reading)
     yield from _by_message(reading, "misshapen_moments", _misshapen, _LOAD)

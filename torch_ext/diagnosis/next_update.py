@@ -71,6 +71,7 @@ def _decouples(t: Trained) -> bool:
 
 
 def _update_without_decay(t: Trained, every: int, weight: Tensor, lr: float) -> Tensor | None:
+    """Returns the update without decoupled weight decay; None for an unknown kind of optimizer."""
     if "ns_steps" in t.group:
         return _orthogonal(t, lr, weight)
     if t.betas() is not None:
@@ -85,6 +86,7 @@ def _update_without_decay(t: Trained, every: int, weight: Tensor, lr: float) -> 
 
 
 def _adam(t: Trained, every: int, weight: Tensor, lr: float) -> Tensor:
+    """Returns the update of Adam, or of an optimizer with Adam's betas and a single moment."""
     betas = t.betas()
     assert betas is not None
     m = state_moments.moment(t, state_moments.EXP_AVG, every)

@@ -33,6 +33,7 @@ def stepped(all_layers: Sequence[Any]) -> list[Any]:
 
 
 def _inner(x: Any) -> list[Any]:
+    """Returns the optimizers that x wraps directly."""
     found: list[Any] = []
     for attribute in _INNER:
         value = attribute_of(x, attribute)

@@ -94,6 +94,7 @@ def read(model: ModelParameters, optimizers: Sequence[Any], policy: Any) -> Read
 
 
 def _reading_of(model: ModelParameters, layers: list[Any], copies: list[Copy], policy: Any) -> Reading:
+    """Reads all parameter groups, given the copies of weights that are known."""
     everything = _Finder(model, copies).all(layers)
     in_groups = {name for t in everything for name in t.names}
     for layer in layers:

@@ -13,6 +13,7 @@ _WRITE = "optimizer = torch_ext.AdamW(model.parameters(), lr=lr)  # fp32 masters
 
 
 def check(reading: Reading) -> Iterator[Finding]:
+    """Yields findings about weights whose updates are lost by rounding."""
     narrow = [t for t in reading.trained if t.narrow]
     if narrow:
         yield from _check_narrow(narrow)

@@ -64,8 +64,8 @@ class Clipping:
 
     def belongs_to(self, grads: Sequence[Tensor]) -> bool:
         """Whether this clip is valid for these gradients: all gradients of `attach`, or a subset because the rest was
-        dropped (the coefficient still holds). False for foreign gradients and for a clip that was used. Raises
-        RuntimeError if a gradient was modified or replaced."""
+        dropped (the coefficient still holds). False for foreign gradients. If a gradient was modified or replaced,
+        raises RuntimeError, unless the clip was used already or only measured; then False."""
         marked = [getattr(g, _MARK, None) is self for g in grads]
         if not any(marked):
             return False

@@ -23,6 +23,8 @@ class _AboutThis(library.Struct):
 
 
 class About(NamedTuple):
+    """What the CUDA library was built for, and what it found on this machine."""
+
     path: str
     built_with: str  # "13.0"
     driver: str  # the newest CUDA version that the driver supports; empty: there is no driver

@@ -37,6 +37,8 @@ class Memory(library.Struct):
 
 
 class Found(NamedTuple):
+    """The NCCL library in use."""
+
     handle: int
     """Address of the library's tx_nccl."""
     version: int
@@ -62,7 +64,7 @@ def find() -> Found:
 
 
 def _path_in_package() -> str | None:
-    """Returns the libnccl.so.2 of the Python package nvidia-nccl-cu13 or -cu12, which torch depends on."""
+    """Returns the libnccl.so.2 of the Python package nvidia-nccl-cu13 or -cu12, if one is installed."""
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         path = os.path.join(folder, "nccl", "lib", "libnccl.so.2")

@@ -64,12 +64,16 @@ _ADINPLACE = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
 class _Operator(NamedTuple):
+    """A registered operator."""
+
     row: int  # row of the operator in C's table
     overload: Any  # torch._ops.OpOverload
     written: tuple[int, ...]  # positions of the arguments that the schema marks as written
 
 
 def _register() -> tuple[dict[str, _Operator], list[torch.library.Library]]:
+    """Registers C's operators with torch, and the kernels that C cannot register. Returns the operators by name, and
+    the torch.library.Library objects that own the registrations."""
     library.register()
     # A Library owns its registrations: both live as long as this module.
     fakes = torch.library.Library(NAMESPACE, "FRAGMENT")

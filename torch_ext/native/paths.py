@@ -4,7 +4,8 @@ import functools
 import os
 from collections.abc import Iterable
 
-# The folder torch_ext. Not realpath: under Bazel this file is a symbolic link, and the library is in the link's folder.
+# The folder torch_ext. Not realpath: under Bazel this file is a symbolic link, and the library is near the link, not
+# near its target.
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _FOLDERS = (
     PACKAGE,  # a wheel

@@ -158,6 +158,7 @@ def _refuse_containers(params: Any) -> None:
 
 
 def _refuse_members(everything: list[Any]) -> None:
+    """Raises ValueError if params is empty, TypeError if it is a list of names or of modules."""
     if not everything:
         raise ValueError(
             "params is empty: an iterator such as model.parameters() gives its parameters once only, and a model whose "
@@ -202,6 +203,7 @@ def _is_passed(lr: Any, device: torch.device) -> bool:
 
 
 def _plain(value: Any) -> Any:
+    """Returns what represents a hyper-parameter in the key of `key_of`."""
     if type(value) is float:
         return value
     if is_away(value):

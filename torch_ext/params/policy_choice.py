@@ -33,6 +33,8 @@ def policy_for(params: Params, given: Any, states: Any, min_8bit_size: Any) -> P
 
 
 def _resolved(params: Params, given: Any) -> Policy:
+    """Returns the policy for the parameters' dtype with the overrides `given`; errors speak of the argument
+    `policy`."""
     if given is not None and not isinstance(given, Mapping) and (not callable(given) or isinstance(given, type)):
         raise TypeError(f"policy is {_shown(given)}")
     dtype = dtype_of_most(params)

@@ -68,8 +68,7 @@ class GradientReducer(StepListener, abc.ABC):
 
     @property
     def replicas(self) -> "torch.distributed.ProcessGroup | None":
-        """The process group whose ranks all hold the same whole gradient of each parameter; None if gradients are
-        sharded."""
+        """The process group whose ranks all hold the same whole gradient of each parameter; None for other reducers."""
         return None
 
     @abc.abstractmethod

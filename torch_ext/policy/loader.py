@@ -51,9 +51,9 @@ def load_policy(
     preset: "seed": a bf16 model has bf16 moments, gradients and buckets, and fp32 masters; "conservative": every
         state is fp32 unless asked otherwise.
     full_shard: the defaults of full sharding (distributed optimizer, NaN check, optim_grads_params, overlap).
-    optimizer_config: initial values for an optimizer with this policy: lr, weight_decay, adam_beta1, adam_beta2,
-        adam_eps, clip_grad, optimizer (see Adam); min_lr is carried for schedulers. The model's dtype wins over keys
-        that are set here; an override of such a key is used, too.
+    optimizer_config: settings of the optimizer. An optimizer with this policy starts from lr, weight_decay, adam_beta1,
+        adam_beta2, adam_eps, clip_grad and optimizer, if they are set here or by an override (see Adam); min_lr is
+        carried for schedulers. The model's dtype wins over what is set here.
     override_optimizer_config, override_ddp_config: a mapping whose keys win one by one, or a hook. A hook is called
         once with the resolved policy and returns such a mapping (or None).
 
@@ -107,6 +107,7 @@ def extended(policy: Policy, **more: Any) -> Policy:
 
 
 def _settings(what: str, mapping: Mapping[str, Any] | None, keep: list[Any]) -> tuple[int, Any]:
+    """Returns the number of settings and a C array of them. The array, which C only borrows, is added to `keep`."""
     if mapping is None:
         return 0, None
     if not isinstance(mapping, Mapping):
@@ -162,6 +163,8 @@ def _overrides(what: str, given: Overrides | None, keep: list[Any], raised: list
 
 
 def _hook(what: str, ask: Callable[[Policy], Any], keep: list[Any], raised: list[BaseException]) -> Any:
+    """Wraps a Python hook as a C function pointer. An exception is added to `raised`, and the C call fails."""
+
     def hook(_ctx: Any, address: Any, settings: Any, n: Any, error: Any) -> int:
         try:
             struct = PolicyStruct.from_address(address)

@@ -78,8 +78,8 @@ def like(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 def unpooled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns an uninitialised tensor. Large CPU tensors are mapped, so that their memory returns to the system as soon
-    as they are freed. In malloc's heap, many large tensors between small ones could fragment as much memory as they all
-    take."""
+    as they are freed. In malloc's heap, many large tensors that are freed between small ones could leave holes as large
+    as all of them together."""
     numel = prod(shape)
     if device.type != "cpu" or numel * dtype.itemsize < _MAX_POOLED:
         return torch.empty(shape, dtype=dtype, device=device)

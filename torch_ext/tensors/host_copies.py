@@ -66,6 +66,7 @@ def synchronize(devices: Iterable[torch.device]) -> None:
 
 
 def _copy_on_host(pairs: list[tuple[Tensor, Tensor]], fresh: bool) -> None:
+    """Copies between host tensors in chunks, on as many threads as torch uses."""
     step = CHUNK // 4 if fresh else CHUNK  # small enough that pages zeroed by the kernel are still in the cache
     chunks = [
         (target.data_ptr() + begin, source.data_ptr() + begin, min(step, target.nbytes - begin))

@@ -18,7 +18,7 @@ from torch_ext.optim.muon.hyper import ITERATIONS
 from torch_ext.optim.step_progress import NotStepped
 
 RESTART = {torch.float32: 0, torch.bfloat16: 3}
-"""Steps after which the Gram iteration restarts from the matrix, by the dtype of the products; 0: never."""
+"""Dtype of the products -> number of steps after which the Gram iteration restarts; 0: never."""
 
 NON_FINITE = "the products of its Newton-Schulz iteration are not finite"
 
@@ -124,6 +124,7 @@ def orthogonalise(tasks: Sequence[Task], workspaces: Sequence[Workspace]) -> lis
 
 
 def _on_cpu(tasks: Sequence[Task], workspaces: Sequence[Workspace]) -> list[Exception | None]:
+    """Runs the iterations on the CPU, in C, which calls torch's matrix products."""
     iterations = [task.begin(0) for task in tasks]
     jobs = (_Job * max(1, len(tasks)))(
         *(
@@ -145,6 +146,7 @@ def _failure(outcome: int) -> Exception | None:
 
 
 def _by_torch(task: Task, workspace: Workspace) -> Exception | None:
+    """Runs one iteration with torch, product by product, on the device of the matrix."""
     n, other = min(task.x.shape), workspace.other[: task.x.numel()].view_as(task.x)
     iteration, memory = task.begin(n), [task.x, other, *(s[: n * n].view(n, n) for s in workspace.squares)]
     pointer = ctypes.c_void_p

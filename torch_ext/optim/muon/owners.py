@@ -64,6 +64,7 @@ class Owners:
         )
 
     def _refuse_differing(self, fingerprint: int) -> None:
+        """Raises RuntimeError, on every rank, if the ranks' fingerprints differ. Collective."""
         mine = torch.tensor([fingerprint, len(self.of)], device=self._device)
         rows = [torch.empty_like(mine) for _ in range(self.group.size())]
         group_calls.all_gather(rows, mine, self.group, _CALL).wait()

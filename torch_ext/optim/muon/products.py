@@ -108,6 +108,7 @@ class Products:
             yield from self._made(batch)
 
     def _made(self, batch: list[Part]) -> list[tuple[Part, Exception | None]]:
+        """Orthogonalises a batch. Returns each part with None, or with why it failed."""
         memory = self._memory[batch[0].member.ns_dtype]
         try:
             tasks = [self._task(part, memory.copies[i % len(memory.copies)]) for i, part in enumerate(batch)]
