@@ -59,17 +59,17 @@ def _failing(groups: Sequence[Any]) -> Any:
 
 
 def all_reduce(tensor: Tensor, group: Any, label: str, op: Any = dist.ReduceOp.SUM) -> None:
-    _finished(dist.all_reduce, group, label, tensor, op=op)
+    _run_blocking(dist.all_reduce, group, label, tensor, op=op)
 
 
 def reduce(tensor: Tensor, to: int, group: Any, label: str) -> None:
     """Reduces the tensor to one rank. to: a global rank."""
-    _finished(dist.reduce, group, label, tensor, dst=to)
+    _run_blocking(dist.reduce, group, label, tensor, dst=to)
 
 
 def broadcast(tensor: Tensor, group: Any, label: str) -> None:
     """Broadcasts the tensor of the group's first rank."""
-    _finished(dist.broadcast, group, label, tensor, group_src=0)
+    _run_blocking(dist.broadcast, group, label, tensor, group_src=0)
 
 
 def broadcast_from(tensor: Tensor, sender: int, group: Any, label: str) -> Call:
@@ -79,11 +79,11 @@ def broadcast_from(tensor: Tensor, sender: int, group: Any, label: str) -> Call:
 
 
 def all_gather(into: list[Tensor], own: Tensor, group: Any, label: str) -> Call:
-    return _started(dist.all_gather, group, label, into, own)
+    return _start(dist.all_gather, group, label, into, own)
 
 
 def all_gather_into_tensor(into: Tensor, own: Tensor, group: Any, label: str) -> Call:
-    return _started(dist.all_gather_into_tensor, group, label, into, own)
+    return _start(dist.all_gather_into_tensor, group, label, into, own)
 
 
 def all_to_all_single(
@@ -92,7 +92,7 @@ def all_to_all_single(
     """Starts an all-to-all. sizes: how many elements of `into` come from each rank, and how many of `sent` go to each
     rank; None: equal parts."""
     of_into, of_sent = (None, None) if sizes is None else sizes
-    return _started(dist.all_to_all_single, group, label, into, sent, of_into, of_sent)
+    return _start(dist.all_to_all_single, group, label, into, sent, of_into, of_sent)
 
 
 def new_group(
@@ -111,13 +111,13 @@ def new_group(
         )
 
 
-def _started(call: Callable[..., Any], group: Any, label: str, *args: Any) -> Call:
+def _start(call: Callable[..., Any], group: Any, label: str, *args: Any) -> Call:
     """Starts a collective and returns its work; errors are translated here and in the work's wait."""
     with translated(group, label):
         return Call(call(*args, group=group, async_op=True), group, label)
 
 
-def _finished(call: Callable[..., Any], group: Any, label: str, *args: Any, **options: Any) -> None:
+def _run_blocking(call: Callable[..., Any], group: Any, label: str, *args: Any, **options: Any) -> None:
     """Runs a blocking collective; errors are translated."""
     with translated(group, label):
         call(*args, group=group, **options)

@@ -77,7 +77,7 @@ class CutRun:
         """Starts the all-to-all that sends this rank's parts of the momentum to the owners."""
         come, go = self._exchange.sizes(action.round)
         parts = [self._part(one) for one in self._exchange.matrices_of_round(action.round) if one is not None]
-        self._incoming[action.round] = self._started("momentum", torch.cat(parts), come, go)
+        self._incoming[action.round] = self._start("momentum", torch.cat(parts), come, go)
 
     def _receive(self, action: Action) -> None:
         self._own[action.round] = self._incoming.pop(action.round).wait()
@@ -96,7 +96,7 @@ class CutRun:
     def _scatter(self, action: Action) -> None:
         """Starts the all-to-all that returns the updates to their ranks, and the all-gather of the outcomes."""
         come, go = self._exchange.sizes(action.round)
-        update = self._started("updates", self._own.pop(action.round), go, come)
+        update = self._start("updates", self._own.pop(action.round), go, come)
         group, outcome = self._exchange.owners.group, torch.tensor([self._outcome], **self._bytes)
         outcomes = torch.empty(group.size(), **self._bytes)
         call = group_calls.all_gather(list(outcomes.split(1)), outcome, group, "step(): how Muon's products went")
@@ -131,7 +131,8 @@ class CutRun:
     def _discard(self, action: Action) -> None:
         self._momenta.pop(self._exchange.members[action.param], None)
 
-    def _started(self, what: str, sent: Tensor, come: list[int], go: list[int]) -> _Transfer:
+    def _start(self, what: str, sent: Tensor, come: list[int], go: list[int]) -> _Transfer:
+        """Starts an all-to-all of bytes. come, go: bytes from and to each rank."""
         into = torch.empty(sum(come), **self._bytes)
         label = f"step(): {what} of Muon's matrices"
         group = self._exchange.owners.group

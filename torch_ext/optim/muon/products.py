@@ -1,4 +1,5 @@
-"""Runs the matrix products of Muon, in memory that is kept from step to step.
+"""Runs the matrix products of Muon, in memory that is kept from step to step. Small matrices are multiplied in parallel
+in lanes: a lane is one thread that multiplies whole matrices (newton_schulz.lanes).
 
 Note: bits. The result must not depend on the number of ranks. The bits of a matrix multiplication may depend on the
 alignment of its operands, so operands always begin at cache lines. The momentum is rounded to the transfer dtype, even
@@ -60,13 +61,13 @@ class Products:
         """Allocates the memory for these members, unless it is there already. Raises MemoryError, naming the largest
         parameters, if there is not enough."""
         threads = torch.get_num_threads() if members[0].device.type == "cpu" else 1
-        made_for = threads, [m.ns_dtype for m in members]
-        if made_for == self._reserved_for:
+        required = threads, [m.ns_dtype for m in members]
+        if required == self._reserved_for:
             return
         self._memory.clear()
-        for dtype in dict.fromkeys(made_for[1]):
+        for dtype in dict.fromkeys(required[1]):
             self._memory[dtype] = _reserved([m for m in members if m.ns_dtype is dtype], dtype, threads)
-        self._threads, self._reserved_for = threads, made_for
+        self._threads, self._reserved_for = threads, required
 
     def windows(self, members: Sequence[MatrixMember]) -> Iterator[list[MatrixMember]]:
         """Divides members that no other rank shares into windows, whose momentum is computed together. A window has
@@ -98,7 +99,7 @@ class Products:
         there are lanes, times per_lane."""
         batch: list[Part] = []
         for part in parts:
-            lanes = len(self._memory[part.member.ns_dtype].workspaces) if self._is_lane(part) else 1
+            lanes = len(self._memory[part.member.ns_dtype].workspaces) if self._uses_lane(part) else 1
             room = lanes * (per_lane if lanes > 1 and _in_place(part.member) else 1)
             if batch and (len(batch) >= room or batch[0].member.ns_dtype is not part.member.ns_dtype):
                 yield from self._made(batch)
@@ -124,16 +125,19 @@ class Products:
         m, x = part.matrix, part.momentum
         if not _is_aligned(x, part.member.ns_dtype):
             x = copy[: m.numel].copy_(x)
-        return newton_schulz.Task(x.view(m.rows, m.columns), norm_of(x), part.member.iteration(), self._is_lane(part))
+        return newton_schulz.Task(x.view(m.rows, m.columns), norm_of(x), part.member.iteration(), self._uses_lane(part))
 
     def _window_size(self, member: MatrixMember) -> int:
+        """Returns how many matrices a window of this dtype has, so that every lane gets MUON_PER_LANE of them."""
         return len(self._memory[member.ns_dtype].workspaces) * constants.MUON_PER_LANE
 
-    def _is_lane(self, part: Part) -> bool:
+    def _uses_lane(self, part: Part) -> bool:
+        """Whether the matrix is multiplied in a lane, not by all threads."""
         m = part.matrix
         return newton_schulz.lanes(m.rows, m.columns, part.member.ns_dtype, self._threads) > 0
 
     def _in_lanes(self, member: MatrixMember) -> bool:
+        """Whether all of the parameter's matrices are multiplied in lanes."""
         return all(newton_schulz.lanes(m.rows, m.columns, member.ns_dtype, self._threads) for m in member.matrices)
 
 
@@ -153,10 +157,10 @@ def _reserved(members: Sequence[MatrixMember], dtype: torch.dtype, threads: int)
     """Allocates the memory for the products in one dtype. csrc/core/muon_memory.c predicts the same number of bytes."""
     everything = [(m, one) for m in members for one in m.matrices]
     beside = [(m, one) for m, one in everything if newton_schulz.lanes(one.rows, one.columns, dtype, threads)]
-    not_cut = [(m, one) for m, one in beside if m.sharing is None or m.sharing.runs is None]
+    not_sharded = [(m, one) for m, one in beside if m.sharing is None or m.sharing.runs is None]
     whole = [_bytes(m) for m in members if m.sharing is None]
     slots = [-(-_bytes(m) // _CACHE_LINE) * _CACHE_LINE for m, _ in beside if m.sharing is None]
-    sizes = [_size(everything), *(_size(not_cut) for _ in range(min(threads, len(not_cut)) - 1))]
+    sizes = [_size(everything), *(_size(not_sharded) for _ in range(min(threads, len(not_sharded)) - 1))]
     slot, n_slots = max(slots, default=0), min(len(slots), threads * constants.MUON_PER_LANE)
     nbytes, copied = max([*whole, slot * n_slots if len(sizes) > 1 else 0]), not all(map(_in_place, members))
     device = members[0].device
