@@ -1,4 +1,4 @@
-"""The communicator over gloo's point-to-point messages. Worker threads of its own queue, reduce and gather buckets.
+"""The communicator over gloo's point-to-point messages. Its worker threads post, reduce and gather queued buckets.
 
 Note [gloo's order and threads]
 

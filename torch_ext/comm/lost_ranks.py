@@ -185,9 +185,8 @@ def _inquire(group: Any, label: str, reason: str, missing: set[int]) -> _Verdict
     known = missing or _broken(group, rank, others)
     if known == others and not missing:
         known = set()  # after a timeout gloo has closed all connections, which says nothing
-    keeper = next(
-        (r for r in range(size) if global_ranks[r] == 0), rank
-    )  # global rank 0, whose process usually has the store
+    # Global rank 0, whose process usually has the store.
+    keeper = next((r for r in range(size) if global_ranks[r] == 0), rank)
     inquiry = _Inquiry(group, rank, _FailureRecord(label, tuple(sorted(known or others))), keeper)
     seconds = min(_LATE if "imed out" in reason else _BROKEN, timeout_of(group, _HOST) / 2)
     inquiry.run(lambda: _close(group, rank, others), seconds)
@@ -196,9 +195,8 @@ def _inquire(group: Any, label: str, reason: str, missing: set[int]) -> _Verdict
         lost = set(inquiry.records[keeper].lost or ()) if keeper in inquiry.records else {keeper} & others
     elif not inquiry.answered:
         lost = known
-        if 0 in (
-            global_ranks[r] for r in lost
-        ):  # global rank 0 usually has the store, which explains the missing answers
+        # Global rank 0 usually has the store. If it is lost, that explains why the store did not answer.
+        if 0 in (global_ranks[r] for r in lost):
             lost = {r for r in lost if global_ranks[r] == 0}
     if rank == keeper and size > 2:
         inquiry.conclude(lost, min(_STAYS, seconds / 4))
