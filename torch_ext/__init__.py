@@ -35,7 +35,7 @@ def _make_grad_scaler(*arguments: Any, **options: Any) -> Any:
     return GradScaler(*arguments, **options)
 
 
-# Policy.grad_scaler() makes one; the package `policy` is below `amp` and does not import it.
+# Policy.grad_scaler() calls this, since the package `policy` must not import `amp`, which is above it.
 _Policy._make_grad_scaler = staticmethod(_make_grad_scaler)
 
 _drop_masters()

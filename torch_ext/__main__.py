@@ -1,5 +1,6 @@
-"""python -m torch_ext: info, what was found on this machine; plan, the bytes of a model per rank; doctor, what silently
-loses updates; checkpoint, what is in one; config, what a C compiler is told."""
+"""The command line, `python -m torch_ext COMMAND`. Commands: info (what was found on this machine), plan (the bytes of
+a model per rank), doctor (what silently loses updates), checkpoint (what is in one), config (flags for a C compiler).
+"""
 
 import argparse
 import sys
@@ -15,8 +16,8 @@ Run = Callable[[argparse.Namespace], int]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """`arguments`: those of the process where None. Returns the exit status; leaves by SystemExit(2) where they are not
-    legal."""
+    """Runs the command and returns the exit status. `arguments`: None stands for the process's own. Raises
+    SystemExit(2) if they are not legal."""
     parser = argparse.ArgumentParser(prog="python -m torch_ext", description="What torch_ext is, and does, here.")
     commands = parser.add_subparsers(dest="command", required=True)
     info = commands.add_parser("info", help="versions, instruction sets, threads, operators, the library's path, CUDA")

@@ -1,1 +1,1 @@
-"""python -m torch_ext: info, plan, doctor and checkpoint."""
+"""The commands of `python -m torch_ext`: info, plan, doctor, checkpoint and config."""

@@ -1,4 +1,4 @@
-"""python -m torch_ext checkpoint: what is in a file or a folder, and whether it is whole."""
+"""python -m torch_ext checkpoint: prints what is in a file or a folder, and whether it is undamaged."""
 
 import argparse
 import json
@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints it. 0: it is whole, as far as it has checksums; 1: it is damaged. Raises SystemExit(2), with a message,
-    where it cannot be read."""
+    """Prints the contents. Returns 0 if no checksum shows damage, 1 if one does. Raises SystemExit(2), with a message,
+    if the file cannot be read."""
     try:
         found = contents_of(options.file, not options.no_check)
     except (ValueError, OSError) as error:

@@ -1,4 +1,4 @@
-"""python -m torch_ext config: what a C or C++ compiler is told to build a program with the library."""
+"""python -m torch_ext config: prints a C or C++ compiler's flags to build a program with the library."""
 
 import argparse
 import os
@@ -17,7 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints both where neither is asked for. Raises SystemExit(2), with a message, where they are not there."""
+    """Prints the flags that were asked for; both kinds if none was. Raises SystemExit(2), with a message, if the
+    headers or the library are missing."""
     both = options.cflags == options.libs
     words: list[str] = []
     try:

@@ -1,4 +1,4 @@
-"""python -m torch_ext doctor: what silently loses updates in a model and its optimizer, before they train."""
+"""python -m torch_ext doctor: prints what silently loses updates in a model and its optimizer, before training."""
 
 import argparse
 import json
@@ -23,8 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the report. 0: nothing was found, or notes only; 1: an error or a warning. Raises SystemExit(2), with a
-    message, where the function cannot be called or returns something else."""
+    """Prints the report. Returns 0 if there are only notes or no findings, 1 if there is an error or a warning. Raises
+    SystemExit(2), with a message, if the function raises or does not return (model, optimizer)."""
     try:
         report = _report(options.target)
     except (ValueError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""What was found on this machine, for people: `python -m torch_ext info`."""
+"""python -m torch_ext info: prints what was found on this machine."""
 
 import ctypes
 import platform
@@ -11,7 +11,7 @@ from torch_ext.native import nccl as native_nccl
 
 
 def text() -> str:
-    """One line per fact, in columns."""
+    """Returns one line per fact, in two columns."""
     facts = list(_facts())
     width = max(len(name) for name, _ in facts)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in facts)
@@ -31,7 +31,7 @@ def _facts() -> Iterator[tuple[str, str]]:
 
 
 def isas() -> list[str]:
-    """The instruction sets that the library was built for and this processor has, slowest first."""
+    """Returns the instruction sets that the library was built for and this processor has, slowest first."""
     name_of = library.function("tx_isa_name", ctypes.c_int32, restype=ctypes.c_char_p)
     names: list[str] = []
     while name := name_of(len(names)):
@@ -40,7 +40,7 @@ def isas() -> list[str]:
 
 
 def selected_isa() -> str:
-    """The one of them that steps run on."""
+    """Returns the instruction set that steps use."""
     value = library.function("tx_isa_selected", restype=ctypes.c_char_p)()
     return value.decode() if value else "none"
 
@@ -58,7 +58,7 @@ def _cuda() -> Iterator[tuple[str, str]]:
 
 
 def cuda() -> str:
-    """Why there is none, or the devices that torch sees."""
+    """Returns the CUDA devices that torch sees, or why there are none."""
     if not torch.backends.cuda.is_built():
         return "none: this torch is built without CUDA"
     built = f"built with CUDA {torch.version.cuda}"
@@ -73,7 +73,7 @@ def _device(index: int) -> str:
 
 
 def nccl() -> str:
-    """Why there is none, or the version that torch was built with and the file that is loaded."""
+    """Returns the NCCL version that torch was built with and the loaded file, or why there is none."""
     if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
         return "none: this torch is built without NCCL"
     version = ".".join(map(str, torch.cuda.nccl.version()))

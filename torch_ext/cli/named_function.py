@@ -1,4 +1,4 @@
-"""MODULE:FUNCTION on a command line."""
+"""Loads the function that MODULE:FUNCTION names on a command line."""
 
 import importlib
 from collections.abc import Callable
@@ -6,7 +6,8 @@ from typing import Any
 
 
 def load(text: str, what: str, example: str) -> Callable[..., Any]:
-    """The function that the text names. ValueError where it names none; what: begins messages, "--model" say."""
+    """Returns the function that the text names. Raises ValueError if there is none. what: the option, which begins the
+    message ("--model", say)."""
     module, colon, name = text.partition(":")
     if not module or not colon or not name:
         raise ValueError(f"{what} is {text!r}; MODULE:CALLABLE is legal, such as {example}")

@@ -1,4 +1,4 @@
-"""python -m torch_ext plan: bytes per rank of a model under each strategy, before anything is allocated."""
+"""python -m torch_ext plan: prints a model's bytes per rank under each strategy, before anything is allocated."""
 
 import argparse
 import sys
@@ -26,18 +26,18 @@ from torch_ext.policy.policy import Policy
 _FULL = "optim_grads_params"
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 _EMA_DTYPES: dict[str, Any] = {"bf16": torch.bfloat16, "24bit": "24bit", "fp32": torch.float32}
-_TENSORS = 256  # that a bare number of parameters is thought to be in
+_TENSORS = 256  # into how many equal tensors a bare number of parameters (--params) is divided
 
 
-class _Asked(NamedTuple):
-    """What memory is planned for."""
+class _PlanInput(NamedTuple):
+    """The model that memory is planned for."""
 
     params: list[tuple[str, Any]]  # as plan_buckets takes them
-    units: list[Unit] | None
-    refusal: str | None  # why the model has no units: full sharding refuses it
+    units: list[Unit] | None  # of full sharding; None: unknown
+    refusal: str | None  # why full sharding rejects the model, which has no units then
     frozen_bytes: int
-    of_dtype: Any  # as load_policy takes it
-    what: str
+    of_dtype: Any  # the model or dtype, as load_policy takes it
+    what: str  # a description, to print
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_what_steps(parser: argparse.ArgumentParser) -> None:
-    """What a step keeps and needs beside states."""
+    """Adds the arguments that say what a step needs besides states."""
     parser.add_argument(
         "--ema-dtype",
         choices=_EMA_DTYPES,
@@ -126,7 +126,7 @@ def _add_what_steps(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the table; raises SystemExit(2), with a message, where what was asked is not legal."""
+    """Prints the table. Raises SystemExit(2), with a message, if the arguments are not legal."""
     try:
         print(_text(options))
     except (ValueError, TypeError, OSError) as error:
@@ -138,7 +138,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _count(text: str) -> int:
-    """A whole number > 0; 7e9, 7B and 1.5B are three."""
+    """Returns the text as a whole number > 0; 7e9, 7B and 1.5B are legal."""
     digits, suffix = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
     try:
         factor = _SUFFIXES[suffix]
@@ -176,6 +176,7 @@ def _override(text: str) -> tuple[str, Any]:
 
 
 def _policy_of(options: argparse.Namespace, of_dtype: Any) -> Policy:
+    """Returns the policy for the options. Keys of --override belong to the optimizer's or the buckets' side."""
     given = dict(options.override)
     words = {"states": options.states, "min_8bit_size": options.min_8bit_size}
     given |= {key: value for key, value in words.items() if value is not None}
@@ -189,21 +190,22 @@ def _policy_of(options: argparse.Namespace, of_dtype: Any) -> Policy:
 # -- what to plan for ---------------------------------------------------------------------------------------------
 
 
-def _asked(options: argparse.Namespace) -> _Asked:
+def _plan_input(options: argparse.Namespace) -> _PlanInput:
     if options.model:
         return _of_model(options)
     dtype = options.dtype or "bf16"
     if options.params:
         tensors = min(_TENSORS, options.params)
         numels = [options.params // tensors + (i < options.params % tensors) for i in range(tensors)]
-        return _Asked([(str(i), n) for i, n in enumerate(numels)], None, None, 0, dtype, f"{tensors} equal tensors")
+        return _PlanInput([(str(i), n) for i, n in enumerate(numels)], None, None, 0, dtype, f"{tensors} equal tensors")
     params = list(_lines(options.numels))
     if not params:
         raise ValueError(f"{options.numels} has no line with a number of elements")
-    return _Asked(params, None, None, 0, dtype, f"{len(params)} tensors of {options.numels}")
+    return _PlanInput(params, None, None, 0, dtype, f"{len(params)} tensors of {options.numels}")
 
 
 def _lines(file: str) -> Iterator[tuple[str, int]]:
+    """Yields name and number of elements of each line of a --numels file."""
     text = sys.stdin.read() if file == "-" else Path(file).read_text()
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
@@ -218,7 +220,7 @@ def _lines(file: str) -> Iterator[tuple[str, int]]:
             raise ValueError(f'{file}, line {number}: {error}; "elements" or "name elements" is legal') from None
 
 
-def _of_model(options: argparse.Namespace) -> _Asked:
+def _of_model(options: argparse.Namespace) -> _PlanInput:
     text, dtype = options.model, options.dtype
     make = named_function.load(text, "--model", "my_package.model:build")
     try:
@@ -240,10 +242,10 @@ def _of_model(options: argparse.Namespace) -> _Asked:
         units = memory_plan.units_of(model, policy.bucket_size)
     except ValueError as error:
         refusal = str(error)
-    return _Asked(params, units, refusal, memory_plan.frozen_bytes(model), model, type(model).__name__)
+    return _PlanInput(params, units, refusal, memory_plan.frozen_bytes(model), model, type(model).__name__)
 
 
-def _muon_of(options: argparse.Namespace, asked: _Asked) -> MuonOptions | None:
+def _muon_of(options: argparse.Namespace, asked: _PlanInput) -> MuonOptions | None:
     if not options.muon:
         if options.ns_dtype or options.adamw_params:
             raise ValueError("--ns-dtype and --adamw-params are of Muon's: --muon is missing")
@@ -256,16 +258,16 @@ def _muon_of(options: argparse.Namespace, asked: _Asked) -> MuonOptions | None:
 # -- the table ----------------------------------------------------------------------------------------------------
 
 _COLUMNS = ("parameters", "gradients", "masters", "moments", "scales, steps")
-_ASKED = {
+_OPTIONAL_COLUMNS = {
     "averages": "emas",
     "publisher": "changes",
     "products": "products",
-}  # columns that are there where one was asked for: parts of a plan
+}  # optional columns -> the fields of a plan that they show
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
 def _text(options: argparse.Namespace) -> str:
-    asked = _asked(options)
+    asked = _plan_input(options)
     policy = _policy_of(options, asked.of_dtype)
     layout = plan_buckets(asked.params, policy, options.world_size)
     chosen = list(options.strategy or table.strategies())
@@ -291,12 +293,12 @@ def _text(options: argparse.Namespace) -> str:
     return "\n".join([*_facts(asked, policy, layout), "", *_table(plans), "", *notes])
 
 
-def _facts(asked: _Asked, policy: Policy, layout: BucketPlan) -> Iterator[str]:
+def _facts(asked: _PlanInput, policy: Policy, layout: BucketPlan) -> Iterator[str]:
     numel = sum({(p.buffer, p.start): p.numel for p in layout.parameters}.values())
     yield f"{numel:,} trainable parameters ({asked.what}), {_plural(layout.world_size, 'rank')}"
     dtypes = {(p.param_dtype, p.main_grads_dtype, p.grad_comm_dtype) for p in layout.parameters}
     for dtype, main, wire in sorted(dtypes, key=str):
-        kinds = StateDtypes.of(policy, dtype, 2**62, False)  # of parameters that are not small, nor kept
+        kinds = StateDtypes.of(policy, dtype, 2**62, False)  # without the exceptions min_8bit_size and keep_32bit
         master = "none" if kinds.master is None else native_dtypes.name_of(MASTERS[kinds.master])
         names = [native_dtypes.name_of(d) for d in (dtype, main, wire, kinds.exp_avg, kinds.exp_avg_sq)]
         yield "{}: gradients {}, wire {}, exp_avg {}, exp_avg_sq {}, master {}".format(*names, master)
@@ -310,7 +312,7 @@ def _plural(count: int, noun: str) -> str:
 
 def _table(plans: Sequence[MemoryPlan]) -> list[str]:
     unit, size = _unit_of(max(plan.peak for plan in plans))
-    asked = {column: part for column, part in _ASKED.items() if any(getattr(plan, part) for plan in plans)}
+    asked = {column: part for column, part in _OPTIONAL_COLUMNS.items() if any(getattr(plan, part) for plan in plans)}
     stepping = any(plan.stepping for plan in plans)
     sums = ("total", "transient", *["stepping"] * stepping, "peak")
     rows: list[tuple[str, ...]] = [(unit, *_COLUMNS, *asked, *sums)]
@@ -326,7 +328,8 @@ def _table(plans: Sequence[MemoryPlan]) -> list[str]:
     ]
 
 
-def _notes(asked: _Asked, plans: Sequence[MemoryPlan], slots: bool) -> Iterator[str]:
+def _notes(asked: _PlanInput, plans: Sequence[MemoryPlan], slots: bool) -> Iterator[str]:
+    """Yields the notes below the table."""
     yield "Of one rank. Not in it: activations, buffers of modules, what allocators and transports keep for themselves."
     of = {plan.strategy: plan for plan in plans}
     if any(strategy != _FULL for strategy in of):

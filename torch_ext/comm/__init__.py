@@ -1,1 +1,1 @@
-"""Communicators: they move bytes between ranks and decide nothing."""
+"""Communicators: send bytes between ranks and reduce them. What is sent, and when, is decided by their callers."""

@@ -1,11 +1,12 @@
-"""The communicator over any back end that has all-to-all and all-gather, NCCL above all.
+"""The communicator over any back end that has all-to-all and all-gather, mainly NCCL.
 
-Collectives have no tags: the order of calls is their name. So each is issued by the thread that runs backward, in one
-order on all ranks: a bucket's all-to-all when it is started; its sum and all-gather when the next bucket was sent (on a
-device, where that only queues work on a stream) or when its result is asked for (on a CPU, where it would wait).
+Collectives have no tags: ranks match them by the order of calls. So all of them are issued by the thread that runs
+backward, in the same order on all ranks. A bucket's all-to-all is issued when the bucket is started. Its sum and
+all-gather follow, on a device, when the next bucket was sent: there they are only queued on a stream. On a CPU they
+would make the thread wait, so they follow when the result is asked for.
 
-On a device nothing here waits on the host: see Note [streams] in `comm/streams.py`. The ranks' reports between buckets
-and cycles go from host to host, over gloo, since reading what a device received would wait for the device.
+On a device, the host waits for nothing here: see Note [streams] in `comm/streams.py`. The ranks' reports between
+buckets and cycles go from host to host, over gloo: reading data that a device received would wait for the device.
 """
 
 import datetime
@@ -26,11 +27,11 @@ from torch_ext.comm.wire import WireBuffer
 
 
 class _Reduction:
-    """A bucket between its all-to-all and its sum."""
+    """A bucket whose all-to-all was issued. `advance` issues the sum and the all-gather, `result` waits for them."""
 
     def __init__(self, communicator: "CollectiveCommunicator", request: ReduceRequest) -> None:
         self.communicator = communicator
-        # The PackFn reads memory that others allocated, which has to live until `result`.
+        # Kept until `result`: queued work reads memory that the request's functions reference.
         self.request: ReduceRequest | None = request
         self.event = communicator.take_event()
         self.failure: Exception | None = None
@@ -41,11 +42,11 @@ class _Reduction:
             self.works = communicator.transport.all_to_all(self.received.messages(), sent, request.label)
 
     def advance(self) -> None:
-        """Queues the rest on the device; on a CPU, does it."""
+        """Issues sum and all-gather: only queued on a device; on a CPU this waits for them."""
         try:
             self._advance()
         except Exception as error:
-            self.failure = error  # whoever advances need not be who asks for the result
+            self.failure = error  # also for `result`: another bucket's call may have advanced this one
             raise
 
     def _advance(self) -> None:
@@ -75,10 +76,10 @@ class _Reduction:
 
 
 class _AllGather:
-    """Weights that are being gathered."""
+    """An all-gather of weights in progress."""
 
     def __init__(self, buffer: WireBuffer, works: list[TransportWork]) -> None:
-        self._buffer: WireBuffer | None = buffer  # kept while it is written
+        self._buffer: WireBuffer | None = buffer  # kept alive while the back end writes to it
         self._works = works
 
     def result(self) -> None:
@@ -93,22 +94,23 @@ def _wait(works: list[TransportWork]) -> None:
 
 
 class CollectiveCommunicator(Communicator):
-    """See the module's docstring."""
+    """A communicator that uses a process group's collectives; see the module's docstring."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, transport: Transport) -> None:
         super().__init__(group, device)
         self.transport = transport
         self.slots = Slots(self.ordering.streams, self.transport.allocate)
-        self.events: list[Event] = []  # free ones
-        self._borrowed: dict[int, Slot] = {}  # by address
-        self._control: Communicator | None = None
-        self._under_way: deque[_Reduction] = deque()  # which have not advanced
+        self.events: list[Event] = []  # events that can be reused
+        self._borrowed: dict[int, Slot] = {}  # address -> the slot of memory that `borrow` returned
+        self._control: Communicator | None = None  # for reports between hosts
+        self._under_way: deque[_Reduction] = deque()  # buckets that have not advanced, oldest first
 
     def take_event(self) -> Event:
         return self.events.pop() if self.events else self.ordering.streams.event()
 
     def lend(self, numel: int, dtype: torch.dtype, role: str) -> tuple[WireBuffer, Slot]:
-        """Memory of a slot. Where both of its class are in use, the oldest bucket is advanced first, on every rank."""
+        """Returns memory in a slot. If both slots of this size class are in use, advances the oldest buckets until one
+        is free, which all ranks do alike."""
         nbytes = WireBuffer.size_of(numel, dtype)
         while (slot := self.slots.take(role, nbytes)) is None:
             self._under_way.popleft().advance()
@@ -133,7 +135,7 @@ class CollectiveCommunicator(Communicator):
         return reduction
 
     def advance_to(self, reduction: _Reduction) -> None:
-        """Every bucket up to this one, in the order in which they were sent."""
+        """Advances every bucket up to this one, in the order in which they were sent."""
         while reduction in self._under_way:
             self._under_way.popleft().advance()
 
@@ -142,6 +144,8 @@ class CollectiveCommunicator(Communicator):
         return _AllGather(buffer, self.transport.all_gather(buffer.messages(), self.rank, label))
 
     def all_gather_bytes(self, payload: torch.Tensor, *, tag: int, label: str) -> Callable[[], list[torch.Tensor]]:
+        """Implements `Communicator.all_gather_bytes`; over gloo if work is deferred, so that no host waits for the
+        device."""
         if self.deferring:
             if self._control is None:
                 self._control = control_communicator(self.group, self.device)
@@ -159,7 +163,8 @@ class CollectiveCommunicator(Communicator):
     def _reports(
         self, control: Communicator, payload: torch.Tensor, tag: int, label: str
     ) -> Callable[[], list[torch.Tensor]]:
-        """With the transport's digest, by which ranks notice that they issued different collectives."""
+        """All-gathers a report together with the transport's digest of issued collectives. If digests differ, the ranks
+        issued different collectives, and the transport raises."""
         digest = self.transport.digest()
         numel = payload.numel()
         gather = control.all_gather_bytes(torch.cat([payload.view(-1), digest]), tag=tag, label=label)
@@ -173,16 +178,16 @@ class CollectiveCommunicator(Communicator):
         return wait
 
 
-# One for each group that exists: gloo has threads for each of its own.
+# Process group -> its gloo group. Cached, because gloo starts threads for each group.
 _groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = weakref.WeakKeyDictionary()
 
 _HOST = torch.device("cpu")
 
 
 def control_communicator(group: dist.ProcessGroup, device: torch.device) -> Communicator:
-    """A gloo communicator between the group's ranks for host memory, with the group's timeout for the device.
+    """Returns a gloo communicator for host memory between the group's ranks, with the group's timeout for the device.
 
-    Every rank of the group asks for the first time at the same place. Raises RuntimeError where this torch has no gloo.
+    The first call for a group is collective. Raises RuntimeError if this torch has no gloo.
     """
     if backend(group, _HOST) == "gloo":
         return GlooCommunicator(group, _HOST)

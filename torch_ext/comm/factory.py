@@ -1,4 +1,5 @@
-"""Which communicator a process group gets: gloo's point-to-point messages, collectives, or our own over NCCL."""
+"""Chooses the communicator of a process group: gloo's point-to-point messages, the group's collectives, or an NCCL
+communicator of our own."""
 
 import torch
 import torch.distributed as dist
@@ -12,11 +13,12 @@ from torch_ext.comm.streams import streams_of
 def make_communicator(
     group: dist.ProcessGroup, device: torch.device, transport: str = "torch", create_all_gather_group: bool = False
 ) -> Communicator:
-    """The communicator for tensors on `device` over the group: point to point where its back end there is gloo.
+    """Returns a communicator of the group for tensors on `device`; point-to-point if the group's back end for it is
+    gloo.
 
-    transport: "torch", the group itself; "nccl", an NCCL communicator of our own between the same ranks, made when the
-    first bucket is sent. create_all_gather_group: all-gathers between GPUs have an NCCL communicator of their own; the
-    policy's.
+    transport: "torch", the group itself; "nccl", an NCCL communicator of our own between the same ranks, created when
+    the first bucket is sent. create_all_gather_group: all-gathers between GPUs use an NCCL communicator of their own (a
+    field of the policy).
     """
     from torch_ext.comm.collectives import CollectiveCommunicator
     from torch_ext.comm.gloo import GlooCommunicator

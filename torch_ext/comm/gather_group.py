@@ -1,7 +1,9 @@
-"""The process group of all-gathers, where they have one of their own (create_all_gather_group of the policy): NCCL runs
-the collectives of one group one after the other, so a gather of weights would wait for reductions. What keeps two
-groups from waiting for each other is Note [gathers of their own] in csrc/nccl/nccl_comm.h; here it is torch that makes
-the communicator, with the bound on its blocks, and a first collective makes it do so at once."""
+"""Creates a separate process group for all-gathers (`create_all_gather_group` of the policy).
+
+NCCL runs the collectives of one group one after the other, so an all-gather of weights would wait for reductions. Note
+[gathers of their own] in csrc/nccl/nccl_comm.h says what keeps two groups from waiting for each other. Here torch
+creates the NCCL communicator, with the bound on the blocks of its kernels; a first collective makes it do so at once.
+"""
 
 import datetime
 import weakref
@@ -16,13 +18,13 @@ from torch_ext.comm.streams import streams_of
 
 _LABEL = "a process group for all-gathers"
 
-# One for each group that exists, whichever of its communicators asks first.
+# Process group -> its group for all-gathers, shared by all of its communicators.
 _groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = weakref.WeakKeyDictionary()
 
 
 def gather_group_of(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """Between the same ranks, with the group's back end and timeout. Every rank of the group asks for the first time at
-    the same place, where nothing is under way; it lasts until torch.distributed ends it."""
+    """Returns a second process group of the same ranks, with the group's back end and timeout. The first call for a
+    group is collective, and no operation may be running. The new group exists until torch.distributed destroys it."""
     if group not in _groups:
         name = backend(group, device)
         made: dist.ProcessGroup = group_calls.new_group(
@@ -39,7 +41,8 @@ def gather_group_of(group: dist.ProcessGroup, device: torch.device) -> dist.Proc
 
 
 def _options(device: torch.device) -> Any:
-    """NCCL's kernels have at most a quarter of the device's multiprocessors, as `tx_nccl_comm_args` has it."""
+    """Returns NCCL options that limit its kernels to a quarter of the device's multiprocessors, as in
+    `tx_nccl_comm_args`."""
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = max(1, streams_of(device).multiprocessors() // 4)
     return options

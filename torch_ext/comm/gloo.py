@@ -1,29 +1,29 @@
-"""The communicator over gloo's point-to-point messages: buckets are queued, reduced and gathered on threads of its own.
+"""The communicator over gloo's point-to-point messages. Its worker threads post, reduce and gather queued buckets.
 
 Note [gloo's order and threads]
 
-gloo's own all-to-all and all-gather send before they receive, and run half duplex as soon as ranks are not in step,
-which halves the link. Here every receive of a bucket, those of its all-gather included, is posted before its first
-send. That early is safe because nothing overtakes: rank r sends its sum after it has all of our part r, so the bytes of
-our bucket that its sum overwrites have been sent.
+gloo's own all-to-all and all-gather send before they receive. As soon as ranks are not in step they run half duplex,
+which halves the bandwidth. Here every receive of a bucket, including those of its all-gather, is posted before its
+first send. Receiving a sum into the send buffer that early is safe: rank r sends its sum only after it has received all
+of our part r, so the bytes that the sum overwrites have been sent.
 
-Three worker threads per communicator keep backward free of waiting:
+Three worker threads per communicator keep the thread of backward from waiting:
 
-- "post" posts a bucket's messages: gloo writes what the socket takes on the thread that posts, which other threads of
-  a busy machine may hold up.
-- "reduce" waits for a bucket's chunks, adds them up and sends the sum. gloo moves bytes on threads of its own, but
-  calls nobody back, so a thread has to wait.
-- "gather" waits for the other ranks' sums where an on_complete is to run. Were this the second thread's, a rank waiting
-  for the last sums of one bucket could not add up the next. Without an on_complete, whoever asks for the result waits.
+- "post" posts a bucket's messages. gloo writes to the socket on the posting thread, which may be delayed by other
+  threads of a busy machine.
+- "reduce" waits for a bucket's chunks, adds them up and sends the sum. gloo transfers bytes on its own threads but has
+  no callbacks, so a thread has to wait.
+- "gather" waits for the other ranks' sums if an on_complete has to run. If "reduce" did that, a rank that waits for the
+  last sums of one bucket could not add up the next one. Without an on_complete, the caller of `result` waits.
 
-A bucket takes slots_needed of IN_FLIGHT slots; the others are queued, and started by the thread that ends an earlier
-one. So memory to receive into is bounded, and used again by the next bucket.
+A bucket takes slots_needed of IN_FLIGHT slots. Buckets without a slot are queued, and started by the thread that
+finishes an earlier one. So the memory of receive buffers is bounded, and reused by the next bucket.
 
-Two ranks that both want the sum send each other whole buckets where that is fewer bytes (tx_trades): each adds up all
-of it. The bits are the same: a sum is a function of the chunks in rank order.
+In an all-reduce between two ranks, each sends the other its whole bucket if that is fewer bytes (tx_trades), and adds
+up all of it. The bits are the same: a sum is a function of the chunks in rank order.
 
-Compressed messages (`comm/compression.py`) need memory of their own until they are expanded, or sent. To bound it, the
-"gather" thread ends every compressed bucket, and at most IN_FLIGHT compressed all-gathers of weights are under way.
+Compressed messages (`comm/compression.py`) need memory of their own until they are sent or expanded. To bound it, the
+"gather" thread finishes every compressed bucket, and at most IN_FLIGHT compressed all-gathers of weights are running.
 """
 
 import concurrent.futures
@@ -50,7 +50,7 @@ def _trades() -> Callable[[int, int, int], int]:
 
 
 class _AllGather(PendingTransfer):
-    """Posted at once by the calling thread."""
+    """An all-gather of weights in progress; the calling thread posts all messages at once."""
 
     def __init__(self, communicator: "GlooCommunicator", buffer: WireBuffer, tag: int, label: str) -> None:
         super().__init__(communicator, tag, label)
@@ -63,7 +63,7 @@ class _AllGather(PendingTransfer):
 
 
 class _Reduction(PendingTransfer):
-    """One bucket until its sum is in place; as a transfer, that of its all-gather."""
+    """One bucket, until its sum is complete. The base class PendingTransfer stands for the bucket's all-gather."""
 
     def __init__(self, communicator: "GlooCommunicator", request: ReduceRequest) -> None:
         super().__init__(communicator, request.tag + 1, request.label)
@@ -72,18 +72,18 @@ class _Reduction(PendingTransfer):
         self.request: ReduceRequest | None = request  # until it is reduced
         self.on_complete = request.on_complete
         self.parts: list[WireBuffer] = []
-        self.part = Part(communicator.rank, communicator.world_size)  # that is added up here
+        self.part = Part(communicator.rank, communicator.world_size)  # the part that this rank adds up
         self.received: torch.Tensor | None = None
         self.chunks: list[WireBuffer] = []
         self.arrivals: Works = []
         self.reduced: concurrent.futures.Future[None] = concurrent.futures.Future()
-        # Where something is to be done at the end, a thread does it; else whoever asks for the result waits itself.
+        # With an on_complete the "gather" thread waits and calls it; without, the caller of `result` waits.
         self.completed: concurrent.futures.Future[None] | None = None
         if self.on_complete is not None:
             self.completed = concurrent.futures.Future()
 
     def post(self) -> None:
-        """The "post" thread's task, in the order in which buckets were given."""
+        """Posts the bucket's messages, on the "post" thread, in the order in which buckets were started."""
         try:
             assert self.request is not None
             wire, result = self.request.pack_fn()
@@ -102,12 +102,12 @@ class _Reduction(PendingTransfer):
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        # gloo may still write into these.
+        # Kept alive: gloo may still write to this memory.
         ABANDONED.append((self.arrivals, self.chunks, self.received, self.parts, self.recvs, self.shards, self.sends))
         self.reduced.set_exception(error)
 
     def reduce(self) -> None:
-        """The "reduce" thread's task."""
+        """Waits for the chunks, adds them up and sends the sum, on the "reduce" thread."""
         if not self.reduced.done():
             try:
                 self.wait_for(self.arrivals)
@@ -123,7 +123,7 @@ class _Reduction(PendingTransfer):
             self.communicator.release_slots(self)
 
     def complete(self) -> None:
-        """The "gather" thread's task, where there is an on_complete."""
+        """Waits for all sums and calls on_complete, on the "gather" thread. Only with an on_complete."""
         assert self.completed is not None and self.on_complete is not None
         failure: Exception | None = None
         try:
@@ -151,7 +151,7 @@ class _Reduction(PendingTransfer):
 
 
 class GlooCommunicator(PeerMessages):
-    """See Note [gloo's order and threads]."""
+    """A communicator that sends point-to-point messages over gloo; see Note [gloo's order and threads]."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
@@ -172,7 +172,7 @@ class GlooCommunicator(PeerMessages):
         return WireBuffer.empty(numel, dtype, self.device)
 
     def give_back(self, wire: WireBuffer) -> None:
-        """It is freed with its last reference."""
+        """Does nothing: the memory is freed with its last reference."""
 
     def _reduce(self, request: ReduceRequest) -> "concurrent.futures.Future[None] | _Reduction":
         if request.on_complete is None and self.compresses:
@@ -184,7 +184,7 @@ class GlooCommunicator(PeerMessages):
         return reduction if reduction.completed is None else reduction.completed
 
     def _start_queued(self) -> None:
-        """Under the lock: as many as there are slots for, in order."""
+        """Starts queued buckets in order, as many as there are slots for. The caller holds the lock."""
         while self._queue and self._slots_taken + self._queue[0].slots_needed <= IN_FLIGHT:
             reduction = self._queue.popleft()
             self._slots_taken += reduction.slots_needed
@@ -197,14 +197,14 @@ class GlooCommunicator(PeerMessages):
             self._completing.submit(reduction.complete)
 
     def release_slots(self, reduction: _Reduction) -> None:
-        """A bucket needs its memory no longer: the next ones start. Any thread."""
+        """Frees the bucket's slots and starts the next buckets. Callable on any thread."""
         with self._lock:
             self._slots_taken -= reduction.slots_needed
             self._start_queued()
 
     def count_reduction(self, wire: WireBuffer, result: WireBuffer | None) -> bool:
-        """Counts its bytes; whether ranks send each other whole wires, instead of one half there and one of the sum
-        back."""
+        """Adds the bucket to `bytes_sent`. Returns whether two ranks send each other whole wires, instead of one part
+        of the wire and one part of the sum."""
         trades = result is not None and bool(_trades()(self.world_size, wire.nbytes, result.nbytes))
         with self._lock:
             if trades:
@@ -218,7 +218,7 @@ class GlooCommunicator(PeerMessages):
         with self._lock:
             self._count(buffer)
         gather = _AllGather(self, buffer, tag + 1, label)
-        if self._compressed(gather.shards[self.rank]):  # needs memory, which is bounded like that of reductions
+        if self._compressed(gather.shards[self.rank]):  # bounds the memory of compressed messages
             self._compressed_gathers.append(gather)
             if len(self._compressed_gathers) == IN_FLIGHT:
                 self._compressed_gathers.popleft().result()

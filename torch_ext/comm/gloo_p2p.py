@@ -1,4 +1,4 @@
-"""Point-to-point messages over gloo: plain or compressed buffers between this rank and every other one of a group."""
+"""Point-to-point messages over gloo: plain or compressed buffers between this rank and every other rank of a group."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from torch_ext.comm.wire import WireBuffer
 
 
 class P2PWork(Protocol):
-    """torch.distributed.Work of one message, or what stands for it here."""
+    """The torch.distributed.Work of one message, or a class here with the same methods."""
 
     def wait(self) -> object: ...
 
@@ -23,17 +23,18 @@ class P2PWork(Protocol):
 
 
 Works = list[tuple[int, P2PWork]]
-"""Messages with their peers, ranks of the group."""
+"""Pairs of a peer (a rank in the group) and the work of a message from or to it."""
 
 
 def _wait_once(work: P2PWork) -> None:
-    """Waits, also where an interrupted wait had completed: gloo would wait for another message then."""
+    """Waits for a message, unless it is complete. After a wait that was interrupted but had completed, a second wait
+    would make gloo wait for another message."""
     if not work.is_completed():
         work.wait()
 
 
 def wait_all(works: Works, group: dist.ProcessGroup, label: str) -> None:
-    """Waits for every message. RuntimeError names the ranks whose messages are missing."""
+    """Waits for every message. Raises RuntimeError that names the ranks whose messages are missing."""
     missing: list[int] = []
     first: RuntimeError | None = None
     for peer, work in works:
@@ -42,8 +43,8 @@ def wait_all(works: Works, group: dist.ProcessGroup, label: str) -> None:
         except RuntimeError as error:
             missing.append(peer)
             first = first or error
-            # After a timeout gloo answers for the other ranks at once, which tells those that sent from those that did
-            # not. A lost connection concerns one rank only, and messages of others may still arrive.
+            # After a timeout, gloo answers at once for all other messages, so waiting for them shows which ranks have
+            # not sent. A lost connection concerns one rank only; messages of other ranks may still arrive.
             if "imed out" not in str(first):
                 break
     if first is not None:
@@ -51,14 +52,15 @@ def wait_all(works: Works, group: dist.ProcessGroup, label: str) -> None:
 
 
 class MemoryPool:
-    """Memory to receive into, used again: as many blocks as are in use at a time. Thread-safe."""
+    """A pool of receive buffers. It has as many blocks as were in use at the same time. Thread-safe."""
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
         self._lock = threading.Lock()
 
     def take(self, parts: list[WireBuffer], rank: int) -> tuple[torch.Tensor, list[WireBuffer]]:
-        """A block, and in it a buffer for each rank's chunk; this rank's own chunk is parts[rank], not copied."""
+        """Returns a block, and for each rank a buffer in it to receive the rank's chunk. This rank's own chunk is
+        parts[rank] itself."""
         own, others = parts[rank], len(parts) - 1
         codes, scales = own.data.nbytes * others, own.scales.nbytes * others
         memory = self.lend(codes + scales, own.data.device)
@@ -69,13 +71,13 @@ class MemoryPool:
         return memory, chunks
 
     def lend(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """A block of nbytes or more."""
+        """Returns a block of at least nbytes."""
         with self._lock:
             self._free.sort(key=torch.Tensor.numel)
             for i, memory in enumerate(self._free):
                 if memory.numel() >= nbytes:
                     return self._free.pop(i)
-            if self._free:  # all too small: the largest is replaced
+            if self._free:  # all are too small: the new block replaces the largest
                 self._free.pop()
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
@@ -85,7 +87,7 @@ class MemoryPool:
 
 
 class CompressedMessage:
-    """A compressed buffer in memory of a pool, which it keeps until the last of its `users` is done."""
+    """A compressed buffer in a pool's memory, which it returns when the last of its `users` is done."""
 
     def __init__(self, values: torch.Tensor, pool: MemoryPool) -> None:
         self.values = values
@@ -130,7 +132,7 @@ class PendingRecv:
         self._completed = False
 
     def wait(self) -> None:
-        if self._completed:  # and its memory may be another message's
+        if self._completed:  # the memory may already belong to another message
             return
         _wait_once(self._works[0])
         if len(self._works) == 1 and (rest := compression.expand(self._message.bytes, self._message.values)):
@@ -144,17 +146,17 @@ class PendingRecv:
 
 
 class PeerMessages(Communicator):
-    """Posts messages to and from all other ranks of the group, compressed where `compresses` is set."""
+    """Posts messages to and from all other ranks of the group; compressed if `compresses` is set."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
-        # Each rank begins with its successor, so that not all of them send to rank 0 first.
+        # Each rank starts with its successor, so that not all ranks send to rank 0 first.
         self._peers = [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
         self._compressed_memory = MemoryPool()
         self._lock = threading.Lock()
 
     def receive(self, wires: list[WireBuffer], tag: int, label: str) -> Works:
-        """Posts wires[peer] <- peer for every peer."""
+        """Posts receives: wires[peer] from each peer."""
 
         def post(peer: int) -> Iterator[P2PWork]:
             receive = partial(self._receive, peer, tag)
@@ -166,8 +168,8 @@ class PeerMessages(Communicator):
         return self._post(post, label)
 
     def send(self, wires: list[WireBuffer], tag: int, label: str) -> Works:
-        """Posts wires[peer] -> peer for every peer."""
-        made: dict[int, tuple[CompressedMessage, int]] = {}  # by address: what all peers get is compressed once
+        """Posts sends: wires[peer] to each peer."""
+        made: dict[int, tuple[CompressedMessage, int]] = {}  # by address, so that a shared wire is compressed only once
 
         def post(peer: int) -> Iterator[P2PWork]:
             wire = wires[peer]
@@ -195,6 +197,8 @@ class PeerMessages(Communicator):
         return self._message_bytes(wire) < wire.nbytes
 
     def _post(self, post: Callable[[int], Iterator[P2PWork]], label: str) -> Works:
+        """Posts the messages of every peer. If posting fails, keeps the posted ones alive and raises an error that
+        names the peer."""
         refuse_failed(self.group, label)
         works: Works = []
         for peer in self._peers:
@@ -207,12 +211,12 @@ class PeerMessages(Communicator):
 
 
 class PendingTransfer:
-    """Posted receives and sends, for which whoever asks first waits."""
+    """Posted receives and sends; the first caller of `wait` waits for them."""
 
     def __init__(self, peers: PeerMessages, tag: int, label: str) -> None:
         self.peers, self.tag, self.label = peers, tag, label
         self.shards: list[WireBuffer] = []
-        """By rank: this rank's own is sent, the others' are received."""
+        """One buffer per rank: this rank's own is sent, all others are received."""
         self.recvs: Works = []
         self.sends: Works = []
         self._failure: str | None = None
@@ -229,8 +233,8 @@ class PendingTransfer:
         wait_all(works, self.peers.group, self.label)
 
     def wait(self) -> None:
-        """Waits, and then keeps nothing of the messages, however long the handle is kept. After an error it raises it
-        again; after an interrupt it goes on waiting for what is still under way."""
+        """Waits for all messages and drops the references to their memory. After an error, every later call raises it
+        again. After an interrupt, a later call continues to wait for the remaining messages."""
         if self._failure is not None:
             raise RuntimeError(self._failure)
         try:
@@ -244,7 +248,7 @@ class PendingTransfer:
         self.recvs, self.sends, self.shards = [], [], []
 
     def __del__(self, abandoned: list[object] = ABANDONED) -> None:
-        # Nobody waited (the model was dropped after an exception, say). gloo blocks a connection of which a message is
-        # withdrawn, and completes by itself what it has.
+        # `wait` was never called (the model was dropped after an exception, say). Freeing a posted message would block
+        # its gloo connection; if it is kept, gloo completes it.
         if self.recvs or self.sends:
             abandoned.append((self.recvs, self.sends, self.shards))

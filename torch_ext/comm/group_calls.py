@@ -1,7 +1,7 @@
-"""torch.distributed's collectives and messages: the only file of this library that calls them.
+"""Wrappers of torch.distributed's collectives and messages. No other file of this library calls these.
 
-A group that was destroyed or has failed is refused, and a back end's error becomes one that names the lost ranks (Note
-[lost ranks] in `comm/lost_ranks.py`). label: names the call in messages.
+A call on a group that was destroyed or has failed raises, and a back end's error is translated to one that names the
+lost ranks (Note [lost ranks] in `comm/lost_ranks.py`). label: names the call in messages.
 """
 
 import datetime
@@ -17,7 +17,7 @@ from torch_ext.comm.lost_ranks import failed, has_broken, is_failure, refuse
 
 
 class Call:
-    """torch.distributed.Work whose wait() raises our errors."""
+    """A torch.distributed.Work whose wait() raises translated errors."""
 
     def __init__(self, work: Any, group: Any, label: str) -> None:
         self._work, self._group, self._label = work, group, label
@@ -29,7 +29,7 @@ class Call:
 
 @contextmanager
 def translated(group: Any, label: str) -> Iterator[None]:
-    """Translates errors of torch functions that use the group themselves. group: None: the default one."""
+    """Context that translates errors of calls on the group. group: None stands for the default group."""
     refuse(group, label)
     try:
         yield
@@ -41,7 +41,7 @@ def translated(group: Any, label: str) -> Iterator[None]:
 
 @contextmanager
 def translated_over(mesh: Any, label: str) -> Iterator[None]:
-    """The same for every process group of a DeviceMesh."""
+    """Context that translates errors of calls on any process group of a DeviceMesh."""
     groups = mesh.get_all_groups()
     for group in groups:
         refuse(group, label)
@@ -50,7 +50,7 @@ def translated_over(mesh: Any, label: str) -> Iterator[None]:
     except RuntimeError as error:
         if not is_failure(error):
             raise
-        # The error does not say which one failed; the others are as they were, but for broken connections.
+        # The error does not say which group failed. The other groups are unharmed, except for broken connections.
         raise failed(_failing(groups), label, error) from error
 
 
@@ -59,39 +59,40 @@ def _failing(groups: Sequence[Any]) -> Any:
 
 
 def all_reduce(tensor: Tensor, group: Any, label: str, op: Any = dist.ReduceOp.SUM) -> None:
-    _finished(dist.all_reduce, group, label, tensor, op=op)
+    _run_blocking(dist.all_reduce, group, label, tensor, op=op)
 
 
 def reduce(tensor: Tensor, to: int, group: Any, label: str) -> None:
-    """to: a global rank."""
-    _finished(dist.reduce, group, label, tensor, dst=to)
+    """Reduces the tensor to one rank. to: a global rank."""
+    _run_blocking(dist.reduce, group, label, tensor, dst=to)
 
 
 def broadcast(tensor: Tensor, group: Any, label: str) -> None:
-    """The tensor of the group's first rank."""
-    _finished(dist.broadcast, group, label, tensor, group_src=0)
+    """Broadcasts the tensor of the group's first rank."""
+    _run_blocking(dist.broadcast, group, label, tensor, group_src=0)
 
 
 def broadcast_from(tensor: Tensor, sender: int, group: Any, label: str) -> Call:
-    """sender: a rank in the group."""
+    """Starts the broadcast of a rank's tensor. sender: a rank in the group."""
     with translated(group, label):
         return Call(dist.broadcast(tensor, group=group, group_src=sender, async_op=True), group, label)
 
 
 def all_gather(into: list[Tensor], own: Tensor, group: Any, label: str) -> Call:
-    return _started(dist.all_gather, group, label, into, own)
+    return _start(dist.all_gather, group, label, into, own)
 
 
 def all_gather_into_tensor(into: Tensor, own: Tensor, group: Any, label: str) -> Call:
-    return _started(dist.all_gather_into_tensor, group, label, into, own)
+    return _start(dist.all_gather_into_tensor, group, label, into, own)
 
 
 def all_to_all_single(
     into: Tensor, sent: Tensor, group: Any, label: str, sizes: tuple[list[int], list[int]] | None = None
 ) -> Call:
-    """sizes: how many elements of `into` come from each rank, and how many of `sent` go to each; None: equal parts."""
+    """Starts an all-to-all. sizes: how many elements of `into` come from each rank, and how many of `sent` go to each
+    rank; None: equal parts."""
     of_into, of_sent = (None, None) if sizes is None else sizes
-    return _started(dist.all_to_all_single, group, label, into, sent, of_into, of_sent)
+    return _start(dist.all_to_all_single, group, label, into, sent, of_into, of_sent)
 
 
 def new_group(
@@ -102,30 +103,32 @@ def new_group(
     backend: str = "gloo",
     pg_options: Any = None,
 ) -> Any:
-    """A group of these global ranks, which are those of the group `beside`; they alone call it. backend, pg_options: as
-    torch's."""
+    """Returns a new group of these global ranks, which are the ranks of the group `beside`. Only these ranks call it.
+    backend, pg_options: as torch's."""
     with translated(beside, label):
         return dist.new_group(
             list(ranks), timeout, backend=backend, pg_options=pg_options, use_local_synchronization=True
         )
 
 
-def _started(call: Callable[..., Any], group: Any, label: str, *args: Any) -> Call:
+def _start(call: Callable[..., Any], group: Any, label: str, *args: Any) -> Call:
+    """Starts a collective and returns its work; errors are translated here and in the work's wait."""
     with translated(group, label):
         return Call(call(*args, group=group, async_op=True), group, label)
 
 
-def _finished(call: Callable[..., Any], group: Any, label: str, *args: Any, **options: Any) -> None:
+def _run_blocking(call: Callable[..., Any], group: Any, label: str, *args: Any, **options: Any) -> None:
+    """Runs a blocking collective; errors are translated."""
     with translated(group, label):
         call(*args, group=group, **options)
 
 
 def send(message: Tensor, group: dist.ProcessGroup, to: int, tag: int) -> Any:
-    """to: a rank in the group. Raises the back end's own error, and so does the returned Work: whoever waits for
-    several messages knows better which ranks are missing (`comm/gloo_p2p.py`)."""
+    """Starts to send a message. to: a rank in the group. This, and the returned Work, raise the back end's own error,
+    untranslated: the code that waits for several messages knows which ranks are missing (`comm/gloo_p2p.py`)."""
     return group.send([message], to, tag)
 
 
 def receive(into: torch.Tensor, group: dist.ProcessGroup, sender: int, tag: int) -> Any:
-    """As `send`."""
+    """Starts to receive a message; errors as in `send`. sender: a rank in the group."""
     return group.recv([into], sender, tag)

@@ -1,4 +1,5 @@
-"""Ranks agree on what they will exchange beforehand, so that a mismatch is an error on every rank; initial weights."""
+"""Compares the ranks' plans before the first exchange, so that a mismatch is an error on every rank, and broadcasts the
+initial weights."""
 
 import ctypes
 import hashlib
@@ -11,26 +12,27 @@ from torch_ext.comm import group_calls
 from torch_ext.comm.communicator import AGREEMENT_TAG, Communicator
 from torch_ext.native import library
 
-# Words of the first message. Its size and its first words never change: by them versions recognise each other.
+# Words of the first message. Its size, and its first words _FORMAT and version, must never change: by them different
+# versions of torch_ext recognise each other.
 _WORDS = 8
 _FORMAT = 1
 
-# How many numbers this process has given away; ranks take the largest, so that tags agree.
-_reducers_made = 0
+# The last number that this process gave to a reducer. Ranks take the largest of theirs, so that tags agree.
+_last_reducer = 0
 
 
 def agree(
     communicator: Communicator, *, caller: str, fingerprint: int, lines: Sequence[str], failure: Exception | None
 ) -> int:
-    """Compares what every rank is about to do; returns a number for this reducer that is the same on all ranks.
+    """Compares what every rank is about to do. Returns a number for this reducer that is the same on all ranks.
 
     fingerprint and lines: the layout's fingerprint and everything else that must be equal, as text; the text is sent
-    only where something differs. failure: what went wrong on this rank, in which case every rank stops.
+    only if something differs. failure: an error that occurred on this rank, which stops every rank.
 
-    Raises `failure` itself on the rank that has it, elsewhere RuntimeError: who failed and why, or the ranks that
-    differ and the first line in which they do.
+    Raises `failure` itself on its rank. Elsewhere raises RuntimeError that says which rank failed and why, or which
+    ranks differ and in which line first.
     """
-    global _reducers_made
+    global _last_reducer
     version = library.function("tx_version", restype=ctypes.c_uint32)()
     digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:8], "little", signed=True)
     words = [
@@ -39,7 +41,7 @@ def agree(
         failure is not None,
         _signed(fingerprint),
         digest,
-        _reducers_made,
+        _last_reducer,
         communicator.world_size,
         0,
     ]
@@ -47,9 +49,9 @@ def agree(
         row.view(torch.int64).tolist()
         for row in _gather(communicator, torch.tensor(words, device="cpu").view(torch.uint8), caller)
     ]
-    _reducers_made = 1 + max(row[5] for row in rows)
+    _last_reducer = 1 + max(row[5] for row in rows)
     if not any(row[2] for row in rows) and all(row[:5] == rows[0][:5] for row in rows):
-        return _reducers_made
+        return _last_reducer
 
     texts = _gather_texts(communicator, str(failure) if failure else "\n".join(_with_version(version, lines)), caller)
     if failure is not None:
@@ -86,6 +88,7 @@ def _gather(communicator: Communicator, payload: torch.Tensor, caller: str) -> l
 
 
 def _gather_texts(communicator: Communicator, text: str, caller: str) -> list[str]:
+    """Gathers a text from every rank; the texts' lengths are gathered first."""
     data = text.encode("utf-8", "replace")
     sizes = [
         int(row.view(torch.int64))
@@ -100,9 +103,9 @@ _MESSAGE_BYTES = 32 * 2**20
 
 
 def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup, label: str) -> None:
-    """Copies the tensors of the group's first rank to all others, bit for bit; shapes and dtypes are agreed on before.
+    """Copies the tensors of the group's first rank to all other ranks, bit for bit. Shapes and dtypes must be equal.
 
-    Sent as bytes, about 32 MiB in a message. label: names the call in messages.
+    Sent as bytes, about 32 MiB per message. label: names the call in messages.
     """
     if dist.get_world_size(group) == 1:
         return
@@ -124,7 +127,7 @@ def _send(tensors: list[torch.Tensor], group: dist.ProcessGroup, label: str) -> 
         return
     at = 0
     for tensor in tensors:
-        # Slices of a message may be unaligned for their dtype, which a view would refuse.
+        # A slice of a message may be unaligned for its dtype, which .view(dtype) rejects; hence the clone.
         own = flat[at : at + tensor.nbytes].clone().view(tensor.dtype)
         tensor.copy_(own.view(tensor.shape))
         at += tensor.nbytes

@@ -1,4 +1,4 @@
-"""The speed of a rank's link, measured once, when ranks agree on what they will exchange (tx_link_gbps of C)."""
+"""Measures the bandwidth of a rank's network link, once, when ranks compare their plans (C's tx_link_gbps)."""
 
 import contextlib
 import ctypes
@@ -11,15 +11,15 @@ from torch_ext.comm.communicator import MAX_BUCKETS, Communicator, tag
 from torch_ext.comm.wire import WireBuffer
 from torch_ext.native import constants, library
 
-_CYCLE = 15  # of the tags: another than the first ones
+_CYCLE = 15  # cycle number in the tags; the first real cycles have others
 
 
 def measure(communicator: Communicator, number: int, caller: str) -> float | None:
-    """Gbit/s that a rank sends to all others together, and receives; None where that cannot be told. Every rank calls
-    it, when nothing is under way, and gets the same. number: of `agree`.
+    """Returns the Gbit/s that a rank sends to all other ranks together, and receives; None if it cannot be determined.
+    Collective: every rank calls it while no operation is running, and gets the same result. number: from `agree`.
 
-    It takes a quarter of a second at 1 Gbit/s, about 24 MiB from each rank, in at most 64 KiB a rank or 8 MiB of
-    memory. RuntimeError names ranks that are lost.
+    Takes a quarter of a second at 1 Gbit/s. Each rank sends about 24 MiB, and needs at most 64 KiB of memory per rank,
+    or 8 MiB if that is more. Raises RuntimeError that names lost ranks.
     """
     world_size = communicator.world_size
     part = library.function("tx_link_part_bytes", ctypes.c_int64, restype=ctypes.c_int64, brief=True)(world_size)
@@ -39,8 +39,8 @@ def measure(communicator: Communicator, number: int, caller: str) -> float | Non
 
 
 def _waits_for_processors() -> dict[str, int]:
-    """Nanoseconds that each thread of this process was ready, but without a processor; empty where the kernel does not
-    tell (other than Linux's)."""
+    """Returns, per thread of this process, the nanoseconds in which it was ready but had no processor. Empty if the
+    kernel does not say (not Linux)."""
     waits = {}
     with contextlib.suppress(OSError, ValueError, IndexError):
         for thread in os.listdir("/proc/self/task"):

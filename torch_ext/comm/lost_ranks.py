@@ -1,15 +1,17 @@
-"""Which ranks are lost when a process group fails, and the message that names them: the same in every call.
+"""Finds out which ranks are lost when a process group fails. The message that names them is the same in every call.
 
 Note [lost ranks]
 
-A back end knows at most whose connection broke, and the connection of a rank that gave up breaks like that of one that
-died. So a rank in which a collective fails first writes a record into the group's store (the call, and the ranks that
-it misses), then closes its connections, so that nobody waits for it until the timeout. Ranks with a record are alive.
-Each failing rank reads the records of those it misses, and of those that they miss, for a few seconds; missed ranks
-without a record are lost. The verdict is kept as long as the group: none works again after a failure.
+A back end knows at most which connection broke. But the connection of a rank that gave up breaks like that of a rank
+that died. So a rank whose collective fails does two things. It writes a record to the group's store: the call, and the
+ranks whose messages are missing. Then it closes its connections, so that no rank waits for it until the timeout. A rank
+with a record is alive. For a few seconds each failing rank reads the records of the ranks that it misses, and of the
+ranks that these miss. A missed rank without a record is lost. The verdict is kept as long as the group, since a group
+never works again after a failure.
 
-The store mostly ends with rank 0's process, which may have heard all it wants before others have. So that rank adds to
-its record whom it found lost, and stays a moment for the others to read it; where the store ends, that is the verdict.
+The store usually ends with rank 0's process, which may finish its inquiry before other ranks. So rank 0 adds the lost
+ranks to its record, and stays alive for a moment so that others can read it. For a rank whose store has ended, this
+record is the verdict.
 """
 
 import contextlib
@@ -30,29 +32,30 @@ from torch_ext.comm.process_group import backend, timeout_of
 
 _HOST = torch.device("cpu")
 _KEY = "torch_ext/failed/{}"
-_CLOSING = (1 << 30) | ((1 << 30) - 2)  # a tag of ours with which nothing is sent
+_CLOSING = (1 << 30) | ((1 << 30) - 2)  # a tag with which no message is ever sent
 
 _BROKEN, _LATE = 2.0, 10.0
-"""Seconds, at most half the group's timeout, in which records of living ranks are expected: after a broken connection,
-which follows the record at once; after a timeout, which may have begun later on other ranks."""
+"""Seconds within which the records of living ranks are expected, but at most half the group's timeout. _BROKEN: after a
+broken connection; a rank closes connections right after it has written its record. _LATE: after a timeout, which may
+have started later on other ranks."""
 
 _PERIOD = 0.02
 _STAYS = 0.5
-"""Seconds, at most a quarter of the inquiry's, that rank 0 stays after it."""
+"""Seconds that rank 0 stays alive after its inquiry, but at most a quarter of the inquiry's time."""
 
 ABANDONED: list[object] = []
-"""Posted messages for which nobody waits: gloo may still write into their memory, so it is never freed."""
+"""Posted messages that are no longer waited for. gloo may still write to their memory, so it is never freed."""
 
 
 class _FailureRecord(NamedTuple):
-    """Written by a rank that failed."""
+    """What a failing rank writes to the store."""
 
     label: str
     """The call in which it failed."""
     missing: tuple[int, ...]
-    """Whose messages are missing: ranks in the group."""
+    """Ranks in the group whose messages are missing."""
     lost: tuple[int, ...] | None = None
-    """Of rank 0, when its inquiry was over."""
+    """The lost ranks; only in rank 0's record, once its inquiry is over."""
 
 
 class _Verdict(NamedTuple):
@@ -61,7 +64,7 @@ class _Verdict(NamedTuple):
     reason: str
     lost: tuple[int, ...]
     waiting: Mapping[int, str]
-    """Where no rank is lost: the calls in which the living ones failed."""
+    """If no rank is lost: the calls in which the missed ranks failed."""
 
     def message(self, label: str) -> str:
         after = "this process group cannot be used any more."
@@ -82,21 +85,21 @@ class _Verdict(NamedTuple):
 
 
 _verdicts: "weakref.WeakKeyDictionary[Any, _Verdict]" = weakref.WeakKeyDictionary()
-_announced: "weakref.WeakSet[Any]" = weakref.WeakSet()  # groups with a record of `announce_error`
+_announced: "weakref.WeakSet[Any]" = weakref.WeakSet()  # groups with a record from `announce_error`
 _lock = threading.RLock()
 
 
 def ranks_called(ranks: Collection[int]) -> str:
-    """ "rank 1", "ranks 1, 3"; each once."""
+    """Returns "rank 1" or "ranks 1, 3", each rank once."""
     each = sorted(set(ranks))
     return f"rank{'s' if len(each) > 1 else ''} {', '.join(map(str, each))}"
 
 
 def refuse(group: Any, label: str) -> None:
-    """RuntimeError where the group was destroyed or has failed before. group: None: the default one."""
+    """Raises RuntimeError if the group was destroyed or has failed before. group: None stands for the default group."""
     if group is None:
         group = dist.group.WORLD
-    if group is None or not _is_there(group):
+    if group is None or not _exists(group):
         raise RuntimeError(
             f"{label}: its process group was destroyed (destroy_process_group), so the ranks cannot speak with each "
             "other any more. What was parallelized over it needs parallelize again, over a group that is there"
@@ -105,14 +108,14 @@ def refuse(group: Any, label: str) -> None:
 
 
 def refuse_failed(group: Any, label: str) -> None:
-    """RuntimeError where the group has failed before. (A destroyed group of gloo still carries messages from rank to
-    rank for whoever holds it.)"""
+    """Raises RuntimeError if the group has failed before. A destroyed group is accepted: gloo still sends
+    point-to-point messages over it as long as the object exists."""
     verdict = _verdicts.get(group)
     if verdict is not None:
         raise RuntimeError(verdict.message(label))
 
 
-def _is_there(group: Any) -> bool:
+def _exists(group: Any) -> bool:
     try:
         dist.get_process_group_ranks(group)
     except (KeyError, ValueError, RuntimeError):
@@ -121,27 +124,29 @@ def _is_there(group: Any) -> bool:
 
 
 def failed(group: Any, label: str, error: BaseException, missing: Iterable[int] = ()) -> RuntimeError:
-    """What to raise in place of a back end's error. The first call for a group takes some seconds, for the inquiry.
+    """Returns the error to raise instead of a back end's error. The first call for a group makes the inquiry, which
+    takes some seconds.
 
-    missing: ranks in the group whose connection broke or that timed out; none: not known.
+    missing: ranks in the group whose connection broke or that timed out; empty if unknown.
     """
     if group is None:
         group = dist.group.WORLD
     with _lock:
         verdict = _verdicts.get(group)
         if verdict is None:
-            verdict = _verdicts[group] = _find_out(group, label, _reason(error), set(missing))
+            verdict = _verdicts[group] = _inquire(group, label, _reason(error), set(missing))
     return RuntimeError(verdict.message(label))
 
 
 def announce_error(group: Any, label: str) -> None:
-    """This rank is about to raise an error alone: ranks that wait for it will name the call. Until `withdraw_error`."""
+    """Writes a record because this rank is about to raise an error that other ranks do not have. If they wait for this
+    rank until they fail, their message names the call. Valid until `withdraw_error`."""
     _Inquiry(group, _ranks_of(group)[0], _FailureRecord(label, ())).run(lambda: None, _BROKEN)
     _announced.add(group)
 
 
 def withdraw_error(group: Any) -> None:
-    """Deletes the record of `announce_error`, if there is one: this rank goes on."""
+    """Deletes the record of `announce_error`, if there is one, because this rank continues."""
     if group in _announced:
         _announced.discard(group)
         key = _KEY.format(_ranks_of(group)[0])
@@ -154,69 +159,76 @@ def _delete(group: Any, key: str) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of a back end's error, without its source file and its general advice."""
+    """Returns the first line of a back end's error, without its source file and its general advice."""
     first = (str(error).splitlines() or [""])[0]
     return re.sub(r"^\[[^\]]*\] ", "", first).split(". This is typically")[0] or type(error).__name__
 
 
 def leave(group: Any) -> None:
-    """This process ends: whatever waits for other ranks ends by an error, and asks nobody why."""
+    """Ends all waits for other ranks with an error, without an inquiry, because this process exits."""
     _verdicts.setdefault(group, _Verdict("this process ends", (), {}))
     rank, size, _ = _ranks_of(group)
     _close(group, rank, set(range(size)) - {rank})
 
 
 def is_failure(error: BaseException) -> bool:
-    """Whether a back end's error is about other ranks, rather than about an argument."""
+    """Whether a back end's error is about other ranks, not about an argument."""
     text = str(error)
     return isinstance(error, dist.DistError) or bool(re.search(r"gloo/|imed out|onnection|NCCL|abort", text))
 
 
-def _find_out(group: Any, label: str, reason: str, missing: set[int]) -> _Verdict:
-    rank, size, of_job = _ranks_of(group)
+def _inquire(group: Any, label: str, reason: str, missing: set[int]) -> _Verdict:
+    """Makes the inquiry for a group that has just failed. missing: ranks in the group whose messages are missing; empty
+    if unknown."""
+    rank, size, global_ranks = _ranks_of(group)
     others = set(range(size)) - {rank}
     known = missing or _broken(group, rank, others)
     if known == others and not missing:
-        known = set()  # a timeout: gloo has closed all of them
-    keeper = next((r for r in range(size) if of_job[r] == 0), rank)  # in whose process the store is, as a rule
+        known = set()  # after a timeout gloo has closed all connections, which says nothing
+    # Global rank 0, whose process usually has the store.
+    keeper = next((r for r in range(size) if global_ranks[r] == 0), rank)
     inquiry = _Inquiry(group, rank, _FailureRecord(label, tuple(sorted(known or others))), keeper)
     seconds = min(_LATE if "imed out" in reason else _BROKEN, timeout_of(group, _HOST) / 2)
     inquiry.run(lambda: _close(group, rank, others), seconds)
     lost = inquiry.unresponsive()
-    if inquiry.store_ended:  # of the others without a record nothing is known
+    if inquiry.store_ended:  # ranks without a record may be alive, so only the keeper's record counts
         lost = set(inquiry.records[keeper].lost or ()) if keeper in inquiry.records else {keeper} & others
     elif not inquiry.answered:
         lost = known
-        if 0 in (of_job[r] for r in lost):  # whose process keeps the store, as a rule
-            lost = {r for r in lost if of_job[r] == 0}
+        # Global rank 0 usually has the store. If it is lost, that explains why the store did not answer.
+        if 0 in (global_ranks[r] for r in lost):
+            lost = {r for r in lost if global_ranks[r] == 0}
     if rank == keeper and size > 2:
         inquiry.conclude(lost, min(_STAYS, seconds / 4))
-    heard = {of_job[r]: record.label for r, record in inquiry.records.items() if r in inquiry.missed() and not lost}
-    return _Verdict(reason, tuple(sorted(of_job[r] for r in lost)), heard)
+    heard = {
+        global_ranks[r]: record.label for r, record in inquiry.records.items() if r in inquiry.missed() and not lost
+    }
+    return _Verdict(reason, tuple(sorted(global_ranks[r] for r in lost)), heard)
 
 
 def _ranks_of(group: Any) -> tuple[int, int, Sequence[int]]:
-    """This rank in the group, the group's size, and the global ranks of its members."""
+    """Returns this rank in the group, the group's size, and the global ranks of its members."""
     try:
-        of_job = dist.get_process_group_ranks(group)
-        return dist.get_rank(group), len(of_job), of_job
+        global_ranks = dist.get_process_group_ranks(group)
+        return dist.get_rank(group), len(global_ranks), global_ranks
     except Exception:
         return -1, 0, range(1 << 16)
 
 
 def has_broken(group: Any) -> bool:
-    """Whether a connection of the group broke, as far as its back end tells."""
+    """Whether a connection of the group is broken, as far as its back end reveals that."""
     rank, size, _ = _ranks_of(group)
     return bool(_broken(group, rank, set(range(size)) - {rank}))
 
 
 def _broken(group: Any, rank: int, others: Iterable[int]) -> set[int]:
-    """Ranks to which gloo has no connection any more; no other back end can be asked."""
+    """Returns the ranks to which gloo has no connection any more; empty for other back ends, which do not reveal it."""
     return {peer for peer in others if _posted(group, peer) is None}
 
 
 def _posted(group: Any, peer: int) -> Any:
-    """Posts a receive of what is never sent; None where the connection is broken."""
+    """Posts a receive of a message that is never sent and returns its work; None if the connection is broken; True for
+    other back ends than gloo."""
     try:
         if backend(group, _HOST) != "gloo":
             return True
@@ -229,7 +241,8 @@ def _posted(group: Any, peer: int) -> Any:
 
 
 def _close(group: Any, rank: int, others: Iterable[int]) -> None:
-    """Makes gloo close every connection, also those on which others wait for this rank, by a wait that times out."""
+    """Makes gloo close every connection, by a wait that times out. That also ends the waits of other ranks for this
+    one."""
     for peer in others:
         work = _posted(group, peer)
         if work is True:
@@ -242,21 +255,21 @@ def _close(group: Any, rank: int, others: Iterable[int]) -> None:
 
 
 class _Inquiry:
-    """Writes this rank's record into the store and reads those of missed ranks, on a thread of its own: a store whose
-    process hangs never answers."""
+    """Writes this rank's record to the store and reads the records of missed ranks. Runs on a thread of its own,
+    because a store whose process hangs never answers."""
 
     def __init__(self, group: Any, rank: int, record: _FailureRecord, keeper: int = -1) -> None:
-        """keeper: the rank whose conclusion counts where the store ends."""
+        """keeper: the rank whose conclusion counts if the store ends."""
         self.records: dict[int, _FailureRecord] = {}
         self.answered = False
-        """Whether the store answered."""
+        """Whether the store has answered."""
         self.store_ended = False
-        """Whether it did no longer, before the inquiry was over."""
+        """Whether the store stopped answering before the inquiry was over."""
         self._group, self._rank, self._record, self._keeper = group, rank, record, keeper
         self._written = threading.Event()
 
     def run(self, on_written: Callable[[], None], seconds: float) -> None:
-        """on_written: called as soon as this rank's record can be read. seconds: for the whole inquiry."""
+        """Makes the inquiry. on_written: called once this rank's record can be read. seconds: for the whole inquiry."""
         deadline = time.monotonic() + seconds
         thread = worker.ask(lambda: self._run(deadline))
         self._written.wait(seconds)
@@ -264,7 +277,7 @@ class _Inquiry:
         thread.join(max(0.0, deadline - time.monotonic()) + 10 * _PERIOD)
 
     def conclude(self, lost: set[int], seconds: float) -> None:
-        """Adds to this rank's record, and stays so many seconds."""
+        """Adds the lost ranks to this rank's record, and waits so many seconds for other ranks to read it."""
         record, deadline = self._record._replace(lost=tuple(sorted(lost))), time.monotonic() + seconds
         worker.ask(lambda: self._write(record)).join(seconds)
         time.sleep(max(0.0, deadline - time.monotonic()))
@@ -277,7 +290,8 @@ class _Inquiry:
         return self._keeper not in (-1, self._rank) and getattr(self.records.get(self._keeper), "lost", None) is None
 
     def missed(self) -> set[int]:
-        """By this rank, or by one that it misses and whose record was read."""
+        """Returns the ranks that this rank misses and, transitively, those that a missed rank's record says it
+        misses."""
         records = dict(self.records)
         missed, new = set[int](), set(self._record.missing)
         while new:
@@ -286,7 +300,7 @@ class _Inquiry:
         return missed
 
     def unresponsive(self) -> set[int]:
-        """Missed ranks without a record."""
+        """Returns the missed ranks without a record."""
         return self.missed() - self.records.keys() - {self._rank}
 
     def _run(self, deadline: float) -> None:
@@ -308,5 +322,5 @@ class _Inquiry:
 
 
 def _store_of(group: Any) -> Any:
-    # Private: torch has no public store that all ranks of a group share, with a prefix of its own.
+    # A private function: torch has no public way to a group's store, which all its ranks share under a prefix.
     return dist.distributed_c10d._get_process_group_store(group)

@@ -1,12 +1,12 @@
-"""transport="nccl": buckets over a communicator of this library's own, on a stream of its own.
+"""transport="nccl": sends buckets over an NCCL communicator of our own, on a stream of its own.
 
-Made at the first bucket, when every rank has agreed on what will be exchanged. The ranks' reports
-(CollectiveCommunicator) carry a digest of what was issued: ranks that issued different collectives get an error that
-names the bucket, instead of waiting for each other. What does not end in time is aborted by a watchdog, and the next
-call raises: nothing else would notice, since no host waits.
+The communicator is created at the first bucket, after all ranks have compared their plans. The ranks' reports
+(CollectiveCommunicator) contain a digest of the issued operations: ranks that issued different collectives get an error
+that names the bucket, instead of waiting for each other. A watchdog aborts operations that do not complete in time, and
+the next call raises. Without the watchdog a hang would go unnoticed, since no host waits for the device.
 
-With create_all_gather_group all-gathers have a second communicator and stream of their own, see Note [gathers of their
-own] in csrc/nccl/nccl_comm.h; both are made, recorded and aborted as one.
+With create_all_gather_group, all-gathers use a second communicator and stream, see Note [gathers of their own] in
+csrc/nccl/nccl_comm.h. Both communicators are created, recorded and aborted together.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ from torch_ext.native import graph_capture, nccl
 
 
 class _Issued(NamedTuple):
-    """An operation that was queued on the stream."""
+    """An operation that was queued on a stream."""
 
     streams: Streams
     event: Event
@@ -41,7 +41,8 @@ class _Issued(NamedTuple):
 
 
 class Watchdog:
-    """Polls what is under way, oldest first, from a thread of its own."""
+    """Polls the running operations, oldest first, on a thread of its own, and aborts the communicator after a
+    timeout."""
 
     PERIOD = 1.0
 
@@ -57,17 +58,17 @@ class Watchdog:
         self._under_way.append(issued)
 
     def poll(self, now: float) -> bool:
-        """One poll. Whether there is more to watch."""
+        """Polls once. Returns False when there is nothing to watch any more, because the communicator has failed."""
         unseen = ""
         try:
             while self._under_way and self._streams.query(self._under_way[0].event):
                 self._under_way.popleft()
-        except RuntimeError as error:  # perhaps the next time; what fails for good runs out of time
+        except RuntimeError as error:  # the next poll may succeed; a persistent failure ends in the timeout
             unseen = f"; it could not be looked at: {error}"
         try:
             self._comm.check()
         except RuntimeError:
-            return False  # the next call repeats it
+            return False  # the next operation raises this error
         if self._under_way and now > self._under_way[0].begin + self._timeout:
             self._comm.abort(
                 f"{self._under_way[0].label} was not done after {self._timeout:g} s, the process group's timeout: a "
@@ -84,13 +85,13 @@ class Watchdog:
             with self._streams.polling():
                 while not self._ended.wait(self.PERIOD) and self.poll(time.monotonic()):
                     pass
-        except Exception as error:  # without it a lost rank would never be noticed
+        except Exception as error:  # without a watchdog a lost rank would never be noticed
             self._comm.abort(f"its watchdog failed: {error}")
 
 
 class NcclTransport:
-    """See the module's docstring. One for each process group and create_all_gather_group: all communicators of a model
-    have one order."""
+    """Sends messages over an NCCL communicator of our own; see the module's docstring. There is one per process group
+    and value of create_all_gather_group, so that all communicators of a model issue operations in one order."""
 
     def __init__(
         self,
@@ -100,8 +101,8 @@ class NcclTransport:
         timeout: float,
         create_all_gather_group: bool = False,
     ) -> None:
-        """control: between the same ranks' hosts. timeout: seconds after which a missing rank is an error.
-        create_all_gather_group: of the policy."""
+        """control: a communicator between the hosts of the same ranks. timeout: seconds after which a missing rank is
+        an error. create_all_gather_group: from the policy."""
         self._control, self._device, self._streams, self._timeout = control, device, streams, timeout
         self._stream = streams.new()
         self._gather_stream = streams.new() if create_all_gather_group else None
@@ -110,6 +111,7 @@ class NcclTransport:
         self._watchdog: Watchdog | None = None
 
     def _made(self) -> nccl.Comm:
+        """Returns the communicator. The first call creates it, and is collective: rank 0 sends its id to all ranks."""
         if self._comm is None:
             wanted = 1 if self._gather_stream is None else 2
             makes = self._control.rank == 0
@@ -150,18 +152,19 @@ class NcclTransport:
         label: str,
         stream: Stream,
     ) -> list[TransportWork]:
+        """Queues an operation on the stream, after everything queued so far on the current stream, and watches it."""
         assert self._watchdog is not None
         self._streams.record(self._before, self._streams.current())
         self._streams.wait(stream, self._before)
         call(label, messages, self._streams.pointer(stream))
         issued = _Issued(self._streams, self._streams.event(), label, time.monotonic())
         self._streams.record(issued.event, stream)
-        if not graph_capture.is_capturing(self._device):  # a captured event is the graph's, and never asked for
+        if not graph_capture.is_capturing(self._device):  # an event that a graph captured cannot be queried
             self._watchdog.watch(issued)
         return [issued]
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Memory that NCCL may write directly. Every rank, in one order."""
+        """Returns memory that NCCL can write to directly. All ranks allocate the same sizes in the same order."""
         address = self._made().allocate(nbytes)
         if self._device.type == "cpu":
             return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
@@ -170,12 +173,13 @@ class NcclTransport:
     # -- which ranks issued what
 
     def digest(self) -> torch.Tensor:
-        """uint8 [16]: equal on all ranks that have issued the same."""
+        """Returns the digest of the issued operations, uint8 [16]; equal on ranks that issued the same."""
         words = (0, 0) if self._comm is None else self._comm.digest()
         return torch.tensor(words, dtype=torch.int64, device="cpu").view(torch.uint8)
 
     def explain(self, tag: int) -> None:
-        """Raises RuntimeError: in what the ranks differ. Every rank calls it; the communicator is aborted."""
+        """Aborts the communicator and raises RuntimeError that names the first operation in which ranks differ. Every
+        rank calls it."""
         comm = self._made()
         payload = torch.frombuffer(bytearray(comm.records()), dtype=torch.uint8)
         gathered = self._control.all_gather_bytes(payload, tag=tag, label="records of what was exchanged")()
@@ -188,7 +192,7 @@ class NcclTransport:
 
 
 class _Raw:
-    """Foreign memory for torch.as_tensor; keeps the transport alive."""
+    """Wraps an address in device memory for torch.as_tensor; keeps the transport, which owns the memory, alive."""
 
     def __init__(self, address: int, nbytes: int, owner: NcclTransport) -> None:
         self._owner = owner
@@ -211,6 +215,7 @@ _transports: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[bool, NcclTransp
 def transport_of(
     group: dist.ProcessGroup, device: torch.device, streams: Streams, create_all_gather_group: bool
 ) -> NcclTransport:
+    """Returns the transport of a process group. The first call for a group is collective."""
     made = _transports.setdefault(group, {})
     if create_all_gather_group not in made:
         control = collectives.control_communicator(group, device)
@@ -221,7 +226,8 @@ def transport_of(
 
 
 def refuse(name: str, device: torch.device) -> None:
-    """ValueError for an unknown transport, or one that is not for the device; RuntimeError where NCCL is missing."""
+    """Raises ValueError for an unknown transport, or one that does not support the device; RuntimeError if NCCL is
+    missing."""
     if name not in ("torch", "nccl"):
         raise ValueError(f"transport is {name!r}; legal are 'torch' and 'nccl'")
     if name == "nccl":

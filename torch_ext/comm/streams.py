@@ -1,15 +1,17 @@
-"""The order of work on a device: streams, events, and memory that two streams share.
+"""Orders work on a device: streams, events, and memory that two streams share.
 
 Note [streams]
 
-`Streams` is what a device can do; on a CPU all work is done when a call returns, so HostStreams does nothing.
-`Ordering` and `Slots` are the rules, the same for every device:
+The host must not wait for the device, so the order of sends, sums and memory reuse is kept by streams and events.
+`Streams` are the operations that a device offers. On a CPU all work is done when a call returns, so HostStreams does
+nothing. `Ordering` and `Slots` are the rules, the same for every device:
 
 - A bucket is sent after all work queued on the streams that produced it (`record_producer`, `send_stream`).
-- It is summed on another stream, so that the next bucket is sent meanwhile (`recv_stream`). Whoever needs the sum makes
-  the producing streams wait for it (`wait`), not the host.
-- Memory that is sent or received is a slot's, and is used again after the event of its last reader. Memory that was
-  allocated elsewhere is kept until `wait`: the allocator reuses it in the order of the stream it was allocated on.
+- A bucket is summed on another stream (`recv_stream`), so that the next bucket is sent meanwhile. To use the sum, the
+  producing streams are made to wait for it (`wait`); the host does not wait.
+- Memory that is sent or received belongs to a slot, and is reused after the event of its last reader. Memory that was
+  allocated otherwise is kept alive until `wait`, because the allocator would reuse it in the order of the stream on
+  which it was allocated.
 """
 
 import abc
@@ -33,51 +35,51 @@ class Streams(abc.ABC):
 
     @abc.abstractmethod
     def current(self) -> Stream:
-        """On which this thread queues its work; hashable."""
+        """Returns the stream on which this thread queues its work; hashable."""
 
     @abc.abstractmethod
     def new(self) -> Stream: ...
 
     @abc.abstractmethod
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Makes it the current stream inside."""
+        """Context in which this stream is the current one."""
 
     @abc.abstractmethod
     def event(self) -> Event:
-        """A new one, which may be recorded any number of times; before the first it counts as completed."""
+        """Returns a new event. It can be recorded any number of times, and counts as completed before the first."""
 
     @abc.abstractmethod
     def record(self, event: Event, stream: Stream) -> None:
-        """The event completes with everything queued on the stream so far."""
+        """Records the event: it completes with everything queued on the stream so far."""
 
     @abc.abstractmethod
     def wait(self, stream: Stream, event: Event) -> None:
-        """What is queued on the stream from here on runs after the event, as it was last recorded."""
+        """Makes all work that is queued on the stream from now on wait for the event's last recording."""
 
     @abc.abstractmethod
     def query(self, event: Event) -> bool:
-        """Whether it has completed, as it was last recorded. Any thread."""
+        """Whether the event's last recording has completed. Callable on any thread."""
 
     @abc.abstractmethod
     def pointer(self, stream: Stream) -> int:
-        """Its handle, for C."""
+        """Returns the stream's handle, for C."""
 
     @abc.abstractmethod
     def device(self) -> AbstractContextManager[Any]:
-        """Makes it the current device inside."""
+        """Context in which this device is the current one."""
 
     @abc.abstractmethod
     def multiprocessors(self) -> int:
-        """How many the device has; 0: none to speak of."""
+        """Returns the number of the device's multiprocessors; 0 for a CPU."""
 
     @abc.abstractmethod
     def polling(self) -> AbstractContextManager[Any]:
-        """Inside, the thread queries events, and nothing else: it makes no context on another device, and ends no other
-        thread's capture of a graph."""
+        """Context for a thread that only queries events. It creates no CUDA context on another device, and does not
+        invalidate another thread's graph capture."""
 
 
 class HostStreams(Streams):
-    """A CPU's: work is done when its call returns."""
+    """The streams of a CPU: work is done when its call returns."""
 
     blocks = True
 
@@ -94,10 +96,10 @@ class HostStreams(Streams):
         return None
 
     def record(self, event: Event, stream: Stream) -> None:
-        """It has completed."""
+        """Does nothing: all work has completed."""
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """It has completed."""
+        """Does nothing: all work has completed."""
 
     def query(self, event: Event) -> bool:
         return True
@@ -116,7 +118,7 @@ class HostStreams(Streams):
 
 
 class CudaStreams(Streams):
-    """torch's streams of one GPU. Events are made without timing, which would cost the device time."""
+    """torch's streams of one GPU. Events are created without timing, which would cost time on the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -125,7 +127,7 @@ class CudaStreams(Streams):
         return torch.cuda.current_stream(self._device)
 
     def new(self) -> Stream:
-        # Above the computation: other ranks wait for what is sent.
+        # A higher priority than the computation's, because other ranks wait for the messages.
         return torch.cuda.Stream(self._device, priority=-1)
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
@@ -163,7 +165,7 @@ def streams_of(device: torch.device) -> Streams:
 
 
 class Ordering:
-    """The two streams of one communicator: buckets are sent on one and summed on the other. See Note [streams]."""
+    """The two streams of a communicator: buckets are sent on one and summed on the other. See Note [streams]."""
 
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
@@ -171,19 +173,20 @@ class Ordering:
         self._producers: dict[Stream, Event] = {}
 
     def record_producer(self, *streams: Stream) -> None:
-        """These streams, or the current one, write something that will be sent, or allocated it: freed memory goes back
-        to the stream it was allocated on."""
+        """Registers streams, by default the current one, that write data to be sent, or on which its memory was
+        allocated (freed memory returns to the stream on which it was allocated)."""
         for stream in streams or (self.streams.current(),):
             if stream not in self._producers:
                 self._producers[stream] = self.streams.event()
 
     def send_stream(self) -> AbstractContextManager[Any]:
-        """Inside, work follows everything queued so far on the current stream and the producers."""
+        """Context in which work is queued on the sending stream, after everything queued so far on the current stream
+        and the producers."""
         self._wait_for_producers(self._sending)
         return self.streams.on(self._sending)
 
     def wait_producers(self) -> None:
-        """The current stream waits for everything queued on the producers so far."""
+        """Makes the current stream wait for everything queued on the producers so far."""
         self._wait_for_producers(self.streams.current())
 
     def _wait_for_producers(self, follower: Stream) -> None:
@@ -193,46 +196,46 @@ class Ordering:
             self.streams.wait(follower, event)
 
     def recv_stream(self) -> AbstractContextManager[Any]:
-        """Inside, work follows what was received before, and what it waits for itself."""
+        """Context in which work is queued on the receiving stream, after everything queued there before."""
         return self.streams.on(self._receiving)
 
     def record_received(self, event: Event) -> None:
-        """Records the event behind everything received so far."""
+        """Records the event after everything received so far."""
         self.streams.record(event, self._receiving)
 
     def wait(self, event: Event) -> None:
-        """The current stream, the producers and the stream of slots wait for the event: what they allocated may be
-        freed."""
+        """Makes the current stream, the producers and the sending stream (which uses slots) wait for the event. Memory
+        that was allocated on these may be freed then."""
         self.record_producer()
         for stream in (*self._producers, self._sending):
             self.streams.wait(stream, event)
 
     def forget_producers(self) -> None:
-        """Everything produced was sent, and the sums received."""
+        """Called when everything that producers wrote was sent, and all sums were received."""
         self._producers.clear()
 
 
 class Slot:
-    """Memory for one bucket that is sent or received; free again after its event."""
+    """Memory for one bucket that is sent or received; can be reused after its event `free`."""
 
     def __init__(self, memory: torch.Tensor, free: Event, key: tuple[str, int]) -> None:
         self.memory, self.free, self.key = memory, free, key
 
 
 class Slots:
-    """Two slots for each role and size class, allocated when first asked for, and kept."""
+    """Two slots for each role and size class. They are allocated when they are first needed, and kept."""
 
     EACH = 2
 
     def __init__(self, streams: Streams, allocate: Callable[[int], torch.Tensor]) -> None:
-        """allocate: so many bytes of device memory, uint8."""
+        """allocate: returns so many bytes of device memory, uint8."""
         self._streams, self._allocate = streams, allocate
         self._free: dict[tuple[str, int], list[Slot]] = {}
         self._made: dict[tuple[str, int], int] = {}
 
     def take(self, role: str, nbytes: int) -> Slot | None:
-        """A slot of nbytes or some more, for the current stream; None where both belong to buckets whose last reader is
-        not queued yet (advance one, then ask again)."""
+        """Returns a slot of at least nbytes, for use on the current stream. None if both slots belong to buckets whose
+        last reader is not queued yet: the caller advances a bucket and calls again."""
         key = (role, size_class(nbytes))
         free = self._free.setdefault(key, [])
         if not free:
@@ -245,13 +248,13 @@ class Slots:
         return slot
 
     def give_back(self, slot: Slot) -> None:
-        """Free again after what is queued on the current stream so far."""
+        """Returns the slot; it can be reused after everything queued on the current stream so far."""
         self._streams.record(slot.free, self._streams.current())
         self._free[slot.key].append(slot)
 
 
 def size_class(nbytes: int) -> int:
-    """The least of 512, 640, 768, 896, 1024, 1280, ... (four in each doubling) that is not less."""
+    """Rounds up to the next of 512, 640, 768, 896, 1024, 1280, ... (four sizes in each doubling)."""
     if nbytes <= 512:
         return 512
     step = 1 << (nbytes - 1).bit_length() - 3

@@ -1,4 +1,4 @@
-"""What moves bytes for `comm/collectives.py`: torch.distributed, or (transport="nccl") our own NCCL communicator."""
+"""Transports send bytes for `comm/collectives.py`: torch.distributed's, or our own over NCCL (transport="nccl")."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
@@ -10,57 +10,59 @@ from torch_ext.comm import group_calls
 from torch_ext.comm.lost_ranks import refuse
 
 GatherGroup: TypeAlias = Callable[[dist.ProcessGroup, torch.device], dist.ProcessGroup]
-"""Of the same ranks as a group; collective."""
+"""A function that returns a process group of the same ranks for all-gathers; collective."""
 
 
 class TransportWork(Protocol):
-    """A collective that was issued."""
+    """An issued collective."""
 
     def wait(self) -> Any:
-        """Makes the current stream wait for it; a CPU waits itself."""
+        """Makes the current stream wait for the collective; on a CPU, the calling thread."""
 
 
 class Transport(Protocol):
-    """Messages are uint8 and contiguous; number, sizes and order are the same on all ranks. Collectives only start."""
+    """The collectives that `comm/collectives.py` needs. Calls only start them. Messages are contiguous uint8 tensors;
+    their number, sizes and order are the same on all ranks."""
 
     def all_to_all(self, into: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], label: str) -> list[TransportWork]:
-        """Part r of each message goes to rank r; part i of what is received is rank i's. Runs behind what is queued on
-        the current stream."""
+        """Sends part r of each message to rank r; part i of a received message comes from rank i. Runs after everything
+        queued on the current stream."""
 
     def all_gather(self, whole: Sequence[torch.Tensor], rank: int, label: str) -> list[TransportWork]:
-        """Gathers every rank's part of each message; this rank's is in its place already."""
+        """Gathers every rank's part of each message in place; this rank's part is already in `whole`."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Memory for slots, uint8. Every rank asks for the same sizes, in one order."""
+        """Returns memory for slots, uint8. All ranks allocate the same sizes in the same order."""
 
     def digest(self) -> torch.Tensor:
-        """Of what was issued, uint8; ranks compare it in their reports. Empty where the back end does that itself."""
+        """Returns a digest of the issued operations, uint8, which ranks compare in their reports. Empty if the back end
+        itself detects differing operations."""
 
     def explain(self, tag: int) -> None:
-        """Raises RuntimeError: in what ranks with different digests differ. Every rank calls it."""
+        """Raises RuntimeError that says in which operation ranks with different digests differ. Every rank calls it."""
 
 
 class TorchTransport:
-    """Through the process group: its watchdog, flight recorder and elastic restart keep working."""
+    """Sends messages through the process group: its watchdog, flight recorder and elastic restart keep working."""
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, in_place: bool, gather_group: GatherGroup | None = None
     ) -> None:
-        """in_place: whether the back end's all-gather allows the own part to lie in the result. gather_group: makes the
-        group of all-gathers, before the first collective; None: `group`."""
+        """in_place: whether the input of the back end's all-gather may be a part of the output. gather_group: creates
+        the group of all-gathers, before the first collective; None: `group` itself."""
         self._group, self._device, self._in_place = group, device, in_place
         self._world_size = dist.get_world_size(group)
         self._make_gather_group = gather_group
         self._gather_group: dist.ProcessGroup | None = None
 
-    def _of_gathers(self) -> dist.ProcessGroup:
+    def _group_for_gathers(self) -> dist.ProcessGroup:
         if self._gather_group is None:
             make, group = self._make_gather_group, self._group
             self._gather_group = group if make is None else make(group, self._device)
         return self._gather_group
 
     def all_to_all(self, into: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], label: str) -> list[TransportWork]:
-        self._of_gathers()  # is made before anything is under way
+        self._group_for_gathers()  # creates the group while no operation is running
         return [
             group_calls.all_to_all_single(to, message, self._group, label)
             for to, message in zip(into, sent, strict=True)
@@ -68,7 +70,7 @@ class TorchTransport:
 
     def all_gather(self, whole: Sequence[torch.Tensor], rank: int, label: str) -> list[TransportWork]:
         refuse(self._group, label)
-        group = self._of_gathers()
+        group = self._group_for_gathers()
         owns = [message.chunk(self._world_size)[rank] for message in whole]
         return [
             group_calls.all_gather_into_tensor(message, own if self._in_place else own.clone(), group, label)

@@ -1,4 +1,4 @@
-"""Threads that run tasks in order. A wait for the network blocks, but releases the GIL: backward goes on beside it."""
+"""Worker threads that run tasks in order. A task that waits for the network releases the GIL, so backward continues."""
 
 import atexit
 import functools
@@ -11,44 +11,44 @@ from typing import NamedTuple
 
 _Task = Callable[[], None]
 
-# Seconds for tasks that run when the interpreter exits, which end at once unless another rank is late.
+# Seconds that the exit of the interpreter waits for running tasks. These end at once unless another rank is late.
 _GRACE = 5.0
 
 
 class _Ending(NamedTuple):
-    """How a thread is brought to its end."""
+    """The functions that end a thread."""
 
-    tell: Callable[[], None] | None = None  # that it ends behind the tasks given before
-    give_up: Callable[[], None] | None = None  # makes its waits end
+    tell: Callable[[], None] | None = None  # tells the thread to end after all queued tasks
+    give_up: Callable[[], None] | None = None  # makes waits in its tasks end with errors
 
 
-# Every thread that was started, until it is gone: one whose WorkerThread was deleted has still to let go of what its
-# last task held.
+# Every started thread that has not ended. This includes threads whose WorkerThread was deleted: such a thread still has
+# to release the memory of its last task.
 _threads: "weakref.WeakKeyDictionary[threading.Thread, _Ending]" = weakref.WeakKeyDictionary()
 
 
 def _run(tasks: "queue.SimpleQueue[_Task | None]") -> None:
     while (task := tasks.get()) is not None:
         task()
-        del task  # or the last task's tensors would live until the next task
+        del task  # otherwise the task's tensors would live until the next task
 
 
 class WorkerThread:
     """A daemon thread, started with the first task and ended with this object. Tasks must not raise.
 
-    A daemon, because a thread that waits for a dead peer must not keep the interpreter from exiting, by which the other
-    ranks learn of it. But the exit waits for it a while, and then has it give up: a thread that returns from C++ while
-    the interpreter is torn down is unwound by force, which aborts the process.
+    It is a daemon because a thread that waits for a dead rank must not keep the interpreter from exiting: other ranks
+    learn of the failure by the exit. But the exit waits for the thread for a while, and then makes it give up. A thread
+    that returns from C++ while the interpreter is being finalized is unwound by force, which aborts the process.
     """
 
     def __init__(self, name: str, give_up: Callable[[], None]) -> None:
-        """give_up: makes waits in tasks end, by errors; called at exit. Must not hold this object."""
+        """give_up: makes waits in tasks end with errors; called at exit. Must not reference this object."""
         self._name, self._give_up = name, give_up
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def submit(self, task: _Task) -> None:
-        """Queues the task behind those given before."""
+        """Queues the task after all tasks submitted before."""
         if self._thread is None:
             self._thread = threading.Thread(target=_run, args=(self._tasks,), name=self._name, daemon=True)
             tell = functools.partial(self._tasks.put, None)
@@ -59,7 +59,8 @@ class WorkerThread:
 
 
 def ask(question: _Task) -> threading.Thread:
-    """A thread that asks a store, which may never answer. A daemon for which the exit waits a while, as for workers."""
+    """Runs a question to a store, which may never answer, on a new thread and returns the thread. It is a daemon for
+    which the exit waits for a while, as for workers."""
     thread = threading.Thread(target=question, name="torch_ext inquiry", daemon=True)
     thread.start()
     _threads[thread] = _Ending()
@@ -68,6 +69,7 @@ def ask(question: _Task) -> threading.Thread:
 
 @atexit.register
 def _end_all() -> None:
+    """Ends all threads at exit: waits for their tasks, then makes threads that are still running give up."""
     threads = {thread: _threads[thread] for thread in threading.enumerate() if thread in _threads}
     for ending in threads.values():
         if ending.tell is not None:

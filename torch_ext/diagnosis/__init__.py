@@ -1,1 +1,1 @@
-"""What silently loses updates in anyone's optimizer: read, never stepped or changed."""
+"""diagnose: finds what silently loses updates in any optimizer. Only reads; steps and changes nothing."""

@@ -1,4 +1,4 @@
-"""diagnose: reads a model and its optimizers, and names what silently loses updates."""
+"""diagnose: reads a model and its optimizers, and reports what silently loses updates."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -37,19 +37,18 @@ def diagnose(
     *,
     policy: Policy | Mapping[str, Any] | None = None,
 ) -> Report:
-    """Names what silently loses updates: between steps, of anyone's optimizer. Steps and changes nothing.
+    """Reports what silently loses updates in any optimizer. Call it between steps; it steps and changes nothing.
 
-    model: whose parameters are trained; several modules where one optimizer has the parameters of all of them.
+    model: the module that is trained; a list of modules if one optimizer has the parameters of all of them.
     optimizer: torch.optim's, apex's, Transformer Engine's, bitsandbytes', ours; a mixed-precision wrapper (Megatron-LM,
-        DeepSpeed), a framework's wrapper (Accelerate, Lightning), a chain; or a list, where several step one model.
-    policy: what was asked for, where the optimizer does not say so itself: of `torch_ext.load_policy`, or the keys of
-        its override_optimizer_config, such as {"main_params_dtype": "fp32"}.
+        DeepSpeed), a framework's wrapper (Accelerate, Lightning), a chain; or a list, if several update one model.
+    policy: the dtypes that were asked for, if the optimizer does not record them itself: the result of
+        `torch_ext.load_policy`, or keys of its override_optimizer_config, such as {"main_params_dtype": "fp32"}.
 
-    It reads this rank's weights, states and hyper-parameters: all of them to compare masters with weights, at most 2^18
-    elements of each parameter to measure shares. Not collective. It waits for a device where it reads from it.
+    Reads this rank's weights, states and hyper-parameters: all elements to compare masters with weights, and at most
+    2^18 elements of each parameter to measure shares. Not collective. Waits for a device when it reads from it.
 
-    Raises TypeError for what is no model or no optimizer, and ValueError where no parameter of the model requires a
-    gradient.
+    Raises TypeError for an illegal model or optimizer, and ValueError if no parameter of the model requires a gradient.
     """
     models = _models(model)
     optimizers = _optimizers(optimizer)
@@ -71,7 +70,7 @@ def diagnose(
 
 
 def _parts(reading: Reading, trainable: Mapping[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, Any]]:
-    """Each trainable parameter, and what of it this rank steps where that is known."""
+    """Yields each trainable parameter with the part of it that this rank updates; None if that is unknown."""
     here = {id(t.root): t.weight for t in reading.trained}
     for p in trainable.values():
         yield p, here.get(id(p))

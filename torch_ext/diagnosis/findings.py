@@ -1,15 +1,15 @@
-"""What `diagnose` returns: findings, for people, for logs, for exit codes."""
+"""The result of `diagnose`: a report of findings, to print, to log, or for an exit code."""
 
 import dataclasses
 import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-_SHOWN = 3  # names of a finding, in text
+_SHOWN = 3  # how many names of a finding are printed
 _WIDTH = 110
 
-# What a finding is called -> how serious it is unless the finding says otherwise.
-#   error: updates are lost or wrong; warning: they are unless it is meant; note: nothing is lost now.
+# Kind of a finding -> its default severity.
+#   error: updates are lost or wrong; warning: they are, unless this is intended; note: nothing is lost now.
 KINDS = {
     "stale_references": "error",
     "in_no_group": "error",
@@ -35,58 +35,58 @@ class DiagnosisError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that loses updates, or may."""
+    """One problem that loses updates, or may lose updates."""
 
     kind: str
-    """What it is called: a key of KINDS."""
+    """Name of the problem: a key of KINDS."""
     severity: str
-    """ "error": updates are lost or wrong; "warning": they are, unless it is meant; "note": nothing is lost now."""
+    """ "error": updates are lost or wrong; "warning": they are, unless it is intended; "note": nothing is lost now."""
     message: str
-    """What was found, and what it does."""
+    """What was found, and its effect."""
     names: tuple[str, ...]
-    """The parameters, all of them."""
+    """Names of all affected parameters."""
     figure: float | None
-    """How much: a share in [0, 1], or a number of elements (`unit` says which); None where nothing was counted."""
+    """The amount: a share in [0, 1], or a number of elements (`unit` says which); None if nothing was counted."""
     unit: str
-    """Of the figure: "of updates", "elements", ..."""
+    """Unit of the figure: "of updates", "elements", ..."""
     fix: str
-    """A line of code to write instead."""
+    """A line of code that fixes the problem."""
 
     @property
     def count(self) -> int:
-        """How many parameters."""
+        """The number of affected parameters."""
         return len(self.names)
 
     def amount(self) -> str:
-        """The figure for people: "71.2 % of updates", "1,024 elements"."""
+        """Returns the figure as text: "71.2 % of updates", "1,024 elements"."""
         if self.figure is None:
             return ""
         share = self.unit.startswith("of ")
         return f"{100 * self.figure:.3g} % {self.unit}" if share else f"{self.figure:,.0f} {self.unit}"
 
     def parameters(self) -> str:
-        """The first names, and how many others."""
+        """Returns the first names, and how many more there are."""
         return first_of(self.names)
 
 
 def first_of(names: Sequence[str], shown: int = _SHOWN) -> str:
-    """The first names, and how many others."""
+    """Returns the first names, and how many more there are."""
     others = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + others
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What `torch_ext.diagnose` found. `print(report)` shows a table, then what to write about each finding."""
+    """The result of `torch_ext.diagnose`. `print(report)` shows a table, then each finding with a line to fix it."""
 
     optimizer: str
-    """The classes that were read, the outermost first."""
+    """Classes of the optimizer and those that it wraps, the outermost first."""
     parameters: int
-    """Trainable parameters of the model."""
+    """Number of trainable parameters of the model."""
     elements: int
-    """Of these on this rank."""
+    """Number of elements of these parameters on this rank."""
     findings: tuple[Finding, ...]
-    """The most serious first."""
+    """All findings, the most serious first."""
 
     @property
     def ok(self) -> bool:
@@ -94,13 +94,13 @@ class Report:
         return all(finding.severity == "note" for finding in self.findings)
 
     def of(self, kind: str) -> list[Finding]:
-        """The findings of one kind; ValueError for a kind that there is not."""
+        """Returns the findings of one kind. Raises ValueError for an unknown kind."""
         if kind not in KINDS:
             raise ValueError(f"{kind!r} is no kind of finding; {', '.join(KINDS)} are")
         return [finding for finding in self.findings if finding.kind == kind]
 
     def raise_for_findings(self, severity: str = "warning") -> None:
-        """Raises DiagnosisError, whose text is this report, where a finding is at least as serious as `severity`."""
+        """Raises DiagnosisError, with this report as its text, if a finding is at least as serious as `severity`."""
         if severity not in SEVERITIES:
             raise ValueError(f"severity is {severity!r}; {', '.join(map(repr, SEVERITIES))} are legal")
         serious = SEVERITIES[: SEVERITIES.index(severity) + 1]
@@ -108,7 +108,7 @@ class Report:
             raise DiagnosisError(str(self))
 
     def to_dict(self) -> dict[str, Any]:
-        """Numbers, strings, lists and dicts, for a logger or json.dumps."""
+        """Returns the report as numbers, strings, lists and dicts, for a logger or json.dumps."""
         found = [
             {field.name: getattr(f, field.name) for field in dataclasses.fields(f)}
             | {"names": list(f.names), "count": f.count}
@@ -149,5 +149,5 @@ def finding(
     unit: str = "",
     severity: str | None = None,
 ) -> Finding:
-    """A finding, of the severity of its kind where none is given."""
+    """Returns a finding; its severity is its kind's, unless one is given."""
     return Finding(kind, severity or KINDS[kind], message, tuple(names), figure, unit, fix)

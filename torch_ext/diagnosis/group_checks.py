@@ -1,4 +1,4 @@
-"""Parameters that no optimizer has, that two have, and tensors in groups that are not the model's."""
+"""Checks of parameter groups: parameters that are in no group or in two, and tensors that are not the model's."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,9 +7,10 @@ from torch_ext.diagnosis.trained_parameters import Reading, Trained
 
 
 def check(reading: Reading) -> Iterator[Finding]:
+    """Yields findings about the membership of parameters in groups."""
     missing = [name for name in reading.model.trainable() if name not in reading.in_groups]
     if reading.partial:
-        missing = []  # some are another rank's
+        missing = []  # some parameters are in another rank's optimizer
     if missing and _are_stale(reading, missing):
         yield _stale(reading, missing)
     else:
@@ -21,7 +22,8 @@ def check(reading: Reading) -> Iterator[Finding]:
 
 
 def _are_stale(reading: Reading, missing: Sequence[str]) -> bool:
-    """Whether what the groups have in the place of these parameters was theirs once: of their shapes, or everything."""
+    """Whether the groups' foreign tensors are probably replaced parameters: they have the shapes of the missing ones,
+    or no parameter of the model is in any group."""
     wanted = sorted(tuple(reading.model.named[name].shape) for name in missing)
     have = sorted(tuple(t.param.shape) for t in reading.foreign)
     everything = bool(have) and not reading.trained and len(missing) == len(reading.model.trainable())
@@ -75,7 +77,7 @@ def _foreign(foreign: Sequence[Trained]) -> Finding:
 
 
 def _twice(trained: Sequence[Trained]) -> Iterator[Finding]:
-    """The same elements in two groups, or twice in one: stepped twice."""
+    """Yields a finding if a tensor is in two groups, or twice in one, and so is updated twice."""
     seen: set[int] = set()
     twice: dict[str, None] = {}
     for t in trained:

@@ -1,4 +1,4 @@
-"""Masters: whether they are those of their weights, and round to them."""
+"""Checks of master weights: whether they have the size of their weights, and round to them."""
 
 from collections.abc import Iterator, Mapping
 
@@ -22,10 +22,11 @@ _REFRESH = {
 
 
 def check(reading: Reading) -> Iterator[Finding]:
+    """Yields findings about masters that do not round to their weights, or have another number of elements."""
     by_where: dict[tuple[str, str], dict[str, int]] = {}
     misshapen: dict[str, None] = {}
     source = {id(copy.copy): copy.weight for copy in reading.copies}
-    stepped = {(id(t.param), id(t.optimizer)): t.stepped for t in reading.trained}  # where ours cuts: its part
+    stepped = {(id(t.param), id(t.optimizer)): t.stepped for t in reading.trained}  # sharded: this rank's part
     for copy in reading.copies:
         parts = _parts(reading, copy.weight, source)
         weight = stepped.get((id(copy.weight), id(copy.holder)), readable(copy.weight))
@@ -51,7 +52,8 @@ def check(reading: Reading) -> Iterator[Finding]:
 
 
 def _parts(reading: Reading, weight: Tensor, source: Mapping[int, Tensor]) -> list[tuple[str, slice]]:
-    """Which elements of the weight, or of what it is a copy of, are which parameter's."""
+    """Returns the model's parameters whose memory the weight is, with their elements in the weight. If the weight is a
+    copy itself, looks at what it was copied from."""
     for _ in range(8):
         if parts := reading.model.parts_in(weight):
             return parts
@@ -66,12 +68,12 @@ def _consequence(copy: Copy) -> str:
 
 
 def not_rounding(weight: Tensor, master: Tensor) -> int:
-    """How many elements of a flat master do not round to their weight: -0 is 0, and NaN is NaN."""
+    """Returns how many elements of a flat master do not round to their weight. -0 equals 0, and NaN equals NaN."""
     changed = 0
     for begin in range(0, weight.numel(), _CHUNK):
         rounded = master[begin : begin + _CHUNK].to(weight.dtype)
         there = weight[begin : begin + _CHUNK].to(rounded.device)
-        if not torch.equal(rounded, there):  # one pass, where nothing is wrong
+        if not torch.equal(rounded, there):  # the usual case needs only this one pass
             changed += int(((rounded != there) & ~(rounded.isnan() & there.isnan())).sum())
     return changed
 

@@ -1,4 +1,4 @@
-"""Where optimizers keep copies of weights in higher precision: tables of names, and what is found by them."""
+"""Finds the copies of weights in higher precision that optimizers keep, by tables of attribute names."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -10,28 +10,28 @@ from torch import Tensor
 from torch_ext.diagnosis import optimizer_layers
 from torch_ext.diagnosis.optimizer_layers import attribute_of
 
-# Attributes of wrappers: lists (of lists) of weights, and lists of their copies in the same order.
+# Pairs of a wrapper's attributes: lists (of lists) of weights, and lists of their copies in the same order.
 _LISTS = (
-    ("float16_groups", "fp32_from_float16_groups"),  # Megatron-LM, masters beside whole parameters
+    ("float16_groups", "fp32_from_float16_groups"),  # Megatron-LM, masters of whole parameters
     ("shard_float16_groups", "shard_fp32_from_float16_groups"),  # Megatron-LM's distributed optimizer
     ("fp16_groups", "fp32_from_fp16_groups"),  # apex
     ("all_fp16_params", "all_fp32_from_fp16_params"),  # apex.amp's opt_level="O2", in _amp_stash
     ("fp16_groups_flat", "fp32_groups_flat"),  # DeepSpeed's FP16_Optimizer
     ("fp16_partitioned_groups_flat", "fp32_partitioned_groups_flat"),  # DeepSpeed, stage 3
 )
-# The same where the weights of a group are cut for all ranks: lists of one list per group, an element for each rank.
+# The same for weights that are sharded: the first attribute has one list per group, with an element for each rank.
 _CUT_LISTS = (
     ("parallel_partitioned_bit16_groups", "single_partition_of_fp32_groups"),  # DeepSpeed, stages 1 and 2
     ("bf16_partitioned_groups", "fp32_groups_flat_partition"),  # DeepSpeed's BF16_Optimizer
 )
-# Dicts from a weight to its copy: Megatron-LM's HybridDeviceOptimizer, which steps the copy that it makes last.
+# Dicts from a weight to its copy: Megatron-LM's HybridDeviceOptimizer, which steps the last copy of a chain.
 _DICTS = ("param_to_fp32_param", "gpu_params_map_cpu_copy")
-# Groups that are the optimizer's groups, but of copies (apex), and one flat list for all groups.
+# Groups like the optimizer's, but with copies (apex); and one flat list of copies for all groups.
 _GROUPS, _LIST = "param_groups_master", "master_params"
-# In the state of a parameter: ours and Transformer Engine's first, then others'.
+# Keys in the state of a parameter; ours and Transformer Engine's first.
 IN_STATE = ("master_param", "master_weight", "master_weights", "master", "main_param", "fp32_param", "fp32_master")
-_ON_PARAM = ("main_param",)  # Megatron-LM
-# What is trained although the optimizer's groups have something else in its place.
+_ON_PARAM = ("main_param",)  # attributes of a parameter: Megatron-LM
+# Attributes with parameters that are trained although the optimizer's groups have other tensors in their place.
 _MEMBERS = (
     *("float16_groups", "fp32_from_fp32_groups", "model_float16_groups", "model_fp32_groups"),
     *("fp16_groups", "bit16_groups", "bf16_groups", "fp32_groups", "all_fp16_params"),
@@ -40,18 +40,18 @@ _CUT_OVER_RANKS = ("shard_fp32_from_float16_groups", "fp32_partitioned_groups_fl
 
 
 class Copy(NamedTuple):
-    """A tensor that an optimizer keeps beside a weight, and writes over it in each step."""
+    """A copy of a weight that an optimizer keeps, and copies back to the weight in each step."""
 
     weight: Tensor
     copy: Tensor
     where: str
-    """For people: "fp32_from_float16_groups", "state['master_param']"."""
+    """Where the copy is kept, for messages: "fp32_from_float16_groups", "state['master_param']"."""
     holder: Any
-    """The layer that keeps it."""
+    """The optimizer layer that keeps the copy."""
 
 
 def copies(layers: Sequence[Any], params: Sequence[Tensor]) -> list[Copy]:
-    """All that are found in these layers and on these parameters, each once."""
+    """Returns all copies that are found in these optimizer layers and on these parameters, each once."""
     found = chain(
         *(_of_layer(holder, layer) for layer in layers for holder in (layer, attribute_of(layer, "_amp_stash"))),
         _of_states(layers),
@@ -65,6 +65,7 @@ def copies(layers: Sequence[Any], params: Sequence[Tensor]) -> list[Copy]:
 
 
 def _of_layer(holder: Any, layer: Any) -> Iterator[Copy]:
+    """Yields the copies in a layer's attributes. holder: the layer, or an object in it that has these attributes."""
     for weights, masters in _LISTS:
         yield from _paired(_flat(attribute_of(holder, weights)), attribute_of(holder, masters), masters, layer)
     for weights, masters in _CUT_LISTS:
@@ -84,6 +85,7 @@ def _of_layer(holder: Any, layer: Any) -> Iterator[Copy]:
 
 
 def _paired(weights: Sequence[Any], masters: Any, where: str, layer: Any) -> Iterator[Copy]:
+    """Yields the pairs of two lists of tensors; nothing if their lengths differ, since pairs cannot be told then."""
     if not isinstance(masters, list | tuple):
         return
     flat = _flat(masters)
@@ -108,7 +110,7 @@ def _items(mapping: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _rank(layer: Any, group: int) -> int:
-    """Of this process among those that a group of parameters is cut over."""
+    """Returns this process's rank among the ranks over which a parameter group is sharded."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
@@ -123,7 +125,7 @@ def _of_states(layers: Sequence[Any]) -> Iterator[Copy]:
             state = optimizer_layers.state_of(layer, p)
             for key in IN_STATE:
                 copy = state.get(key)
-                if isinstance(copy, Tensor) and copy.is_floating_point():  # int16: what is missing to fp32, always fits
+                if isinstance(copy, Tensor) and copy.is_floating_point():  # an int16 remainder fits any weight
                     yield Copy(p, copy, f"state[{key!r}]", layer)
 
 
@@ -136,8 +138,8 @@ def _of_params(params: Sequence[Tensor]) -> Iterator[Copy]:
 
 
 def keeps_precision(state: Mapping[str, Any], group: Mapping[str, Any], optimizer: Any) -> str | None:
-    """What beside a master keeps small updates of a 16-bit weight: a remainder, a compensation, rounding that is right
-    on average. None: nothing is known that does."""
+    """Returns what, other than a master, keeps small updates of a 16-bit weight: a remainder, a compensation, or
+    unbiased rounding. None: nothing known does."""
     for key in ("master_remainder", *IN_STATE):
         value = state.get(key)
         if isinstance(value, Tensor) and value.dtype in (torch.int16, torch.uint16):
@@ -155,12 +157,12 @@ def keeps_precision(state: Mapping[str, Any], group: Mapping[str, Any], optimize
 
 
 def promises_masters(optimizer: Any) -> bool:
-    """Whether it was made with the option that asks for masters, as apex's and Transformer Engine's are."""
+    """Whether the optimizer was created with an option that asks for masters (apex, Transformer Engine)."""
     return any(attribute_of(optimizer, name) is True for name in ("master_weights", "use_master"))
 
 
 def members(layers: Sequence[Any]) -> Iterator[Tensor]:
-    """Parameters that are trained although no group of torch's has them."""
+    """Yields parameters that wrappers train although no parameter group has them."""
     for layer in layers:
         for holder in (layer, attribute_of(layer, "_amp_stash")):
             for name in _MEMBERS:
@@ -168,7 +170,7 @@ def members(layers: Sequence[Any]) -> Iterator[Tensor]:
 
 
 def cut_over_ranks(layers: Sequence[Any]) -> bool:
-    """Whether this rank's optimizer knows but a part of the model's parameters."""
+    """Whether this rank's optimizer knows only a part of the model's parameters."""
     import torch.distributed as dist
 
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

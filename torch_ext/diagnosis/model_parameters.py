@@ -1,7 +1,7 @@
-"""A model's parameters by name, and which of them a tensor's memory belongs to.
+"""A model's parameters by name, and which of them a tensor shares memory with.
 
-Note: optimizers that cut or flatten parameters step views of them, or of a buffer into which the parameters were moved.
-Whose elements these are shows in the memory alone: a view begins and ends in its parameter's bytes.
+Note: optimizers that shard or flatten parameters update views of them, or of a buffer to which the parameters were
+moved. Only addresses show to which parameter such a view belongs: it begins and ends within the parameter's bytes.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,17 +18,17 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 def is_narrow(t: Tensor) -> bool:
-    """Whether it is in a 16-bit floating-point dtype."""
+    """Whether the tensor has a 16-bit floating-point dtype."""
     return t.dtype in _NARROW
 
 
 class ModelParameters:
-    """The parameters of one or several modules; several have their position before their names."""
+    """The parameters of one or several modules. With several, names are prefixed by the module's position."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self.models = models
         self.named: dict[str, Tensor] = {}
-        """Each parameter once, by its first name. Under FSDP2 the sharded one, whatever is gathered just now."""
+        """First name -> parameter, each once. Under FSDP2 always the sharded parameter, even while it is unsharded."""
         sharded = _sharded_params(models)
         seen: set[int] = set()
         for i, model in enumerate(models):
@@ -45,16 +45,16 @@ class ModelParameters:
         return {name: p for name, p in self.named.items() if p.requires_grad and p.is_floating_point()}
 
     def name_of(self, t: Tensor) -> str | None:
-        """The parameter that is this very tensor."""
+        """Returns the name of the parameter that is this very tensor; None if there is none."""
         return self._names.get(id(t))
 
     def names_in(self, t: Tensor) -> tuple[str, ...]:
-        """The parameters whose memory the tensor is, or is a part of, or contains."""
+        """Returns the names of the parameters whose memory overlaps the tensor's."""
         return tuple(dict.fromkeys(name for name, _ in self.parts_in(t)))
 
     def parts_in(self, t: Tensor) -> list[tuple[str, slice]]:
-        """These parameters, and which of the tensor's elements are theirs, in its logical order: all of them where its
-        elements do not follow each other in memory."""
+        """Returns these parameters, each with the slice of the tensor's elements (in logical order) that are its own.
+        The slice is the whole tensor if the tensor is not contiguous."""
         if (name := self.name_of(t)) is not None:
             return [(name, slice(0, None))]
         found: list[tuple[str, slice]] = []
@@ -68,7 +68,8 @@ class ModelParameters:
         return found
 
     def wanted_precision(self) -> Iterator[tuple[str, torch.dtype]]:
-        """The parameters that a mixed-precision policy of FSDP2 or FSDP casts for forward and backward, and to what."""
+        """Yields the parameters that a mixed-precision policy of FSDP2 or FSDP casts for forward and backward, with the
+        dtype."""
         for model in self.models:
             for group in fsdp_groups.in_model(model):
                 for param in group.fsdp_params:
@@ -86,7 +87,7 @@ class ModelParameters:
 
 
 def _sharded_params(models: Sequence[nn.Module]) -> dict[int, Tensor]:
-    """FSDP2's unsharded parameter (its id), which the module has between forward and backward -> the sharded one."""
+    """Returns id of FSDP2's unsharded parameter, which the module has between forward and backward -> sharded one."""
     found: dict[int, Tensor] = {}
     for model in models:
         for group in fsdp_groups.in_model(model):
@@ -101,7 +102,7 @@ _Key = tuple[torch.device, int]
 
 
 def _extents(t: Any) -> Iterator[tuple[_Key, int, int]]:
-    """Where a tensor's memory is: its storage, and the bytes of it from the first to the last element."""
+    """Yields where a tensor's memory is: its storage, and the addresses of its first byte and past its last one."""
     for part in storage.unwrapped(t):
         if part.is_meta or part.layout is not torch.strided or part.numel() == 0 or storage.is_released(part):
             continue
@@ -113,7 +114,7 @@ def _extents(t: Any) -> Iterator[tuple[_Key, int, int]]:
 def _ranges(named: dict[str, Tensor]) -> dict[_Key, list[tuple[int, int, str]]]:
     found: dict[_Key, list[tuple[int, int, str]]] = {}
     for name, p in named.items():
-        for t in (p, getattr(p, "ds_tensor", None)):  # DeepSpeed's stage 3 keeps this rank's part there
+        for t in (p, getattr(p, "ds_tensor", None)):  # ds_tensor: this rank's shard under DeepSpeed's stage 3
             if isinstance(t, Tensor):
                 for key, begin, end in _extents(t):
                     found.setdefault(key, []).append((begin, end, name))
@@ -121,7 +122,7 @@ def _ranges(named: dict[str, Tensor]) -> dict[_Key, list[tuple[int, int, str]]]:
 
 
 def readable(t: Any) -> Tensor | None:
-    """This rank's elements, detached; None where there are none to read: meta, sparse, offloaded, quantized."""
+    """Returns this rank's elements, detached; None if they cannot be read (meta, sparse, offloaded, quantized)."""
     local = local_shard.tensor_of(t)
     if local.is_meta or local.layout is not torch.strided or not local.is_floating_point():
         return None

@@ -1,4 +1,4 @@
-"""Moments: whether they are there, of the parameter's shape, finite, and possible together."""
+"""Checks of moments: whether they exist, have the parameter's shape, are finite, and fit each other."""
 
 import math
 from collections.abc import Iterator
@@ -13,21 +13,22 @@ from torch_ext.diagnosis.state_moments import EXP_AVG, EXP_AVG_SQ, MOMENTUM
 from torch_ext.diagnosis.trained_parameters import Reading, Trained
 from torch_ext.optim.optimizer_base import OptimizerBase
 
-_IMPOSSIBLE = 0.01  # share of the elements; a few may follow from betas that were changed in training
+_IMPOSSIBLE = 0.01  # share of elements that makes a finding; a few can result from betas that changed in training
 _SLACK = 2.0
 _LOAD = "optimizer.load_state_dict(checkpoint)  # of an optimizer with these parameters, in this order"
 
 
 def check(reading: Reading) -> Iterator[Finding]:
+    """Yields findings about moments that are missing, misshapen, not finite or inconsistent."""
     yield from _no_state(reading)
     yield from _missing_moments(reading)
-    yield from _collected(reading, "misshapen_moments", _misshapen, _LOAD)
-    yield from _collected(reading, "nonfinite_state", _nonfinite, _LOAD + "; from before this")
-    yield from _collected(reading, "inconsistent_moments", _inconsistent, _LOAD)
+    yield from _by_message(reading, "misshapen_moments", _misshapen, _LOAD)
+    yield from _by_message(reading, "nonfinite_state", _nonfinite, _LOAD + "; from before this")
+    yield from _by_message(reading, "inconsistent_moments", _inconsistent, _LOAD)
 
 
-def _collected(reading: Reading, kind: str, what: Any, fix: str) -> Iterator[Finding]:
-    """One finding for each thing that `what` says of parameters."""
+def _by_message(reading: Reading, kind: str, what: Any, fix: str) -> Iterator[Finding]:
+    """Yields one finding for each distinct message that the function `what` returns for a parameter."""
     found: dict[str, dict[str, None]] = {}
     for t in reading.trained:
         said = what(t)
@@ -43,7 +44,7 @@ def _findings(reading: Reading, kind: str, found: dict[str, dict[str, None]], fi
 
 
 def has_moments(t: Trained) -> bool:
-    """Whether it has a state besides its step."""
+    """Whether the parameter has a state besides its step count."""
     return any(key in t.state for key in (EXP_AVG, EXP_AVG_SQ, MOMENTUM, "state1"))
 
 
@@ -56,12 +57,12 @@ def _requires_grad(t: Trained) -> bool:
 
 
 def _no_state(reading: Reading) -> Iterator[Finding]:
-    """Parameters without a state in a group where others have one."""
+    """Yields findings about parameters without a state in groups where others have one."""
     stepped = {id(t.group) for t in reading.trained if has_moments(t) and (t.step() is None or t.step())}
     waiting: list[Trained] = []
     for t in reading.trained:
         fresh = not has_moments(t) and not t.state.get("step")
-        if fresh and _requires_grad(t) and _keeps_momentum(t) and id(t.group) in stepped and _own_state(t):
+        if fresh and _requires_grad(t) and _keeps_momentum(t) and id(t.group) in stepped and _keeps_state_dict(t):
             waiting.append(t)
     for severity, chosen, said in (
         ("warning", [t for t in waiting if t.param.grad is None], "get no gradient, or a load left their state out"),
@@ -78,23 +79,25 @@ def _no_state(reading: Reading) -> Iterator[Finding]:
             )
 
 
-def _own_state(t: Trained) -> bool:
-    """Whether the state of a parameter would be found: not behind a class that keeps it elsewhere."""
+def _keeps_state_dict(t: Trained) -> bool:
+    """Whether the optimizer keeps states in a dict `state`; otherwise a missing state may be somewhere else."""
     return isinstance(getattr(t.optimizer, "state", None), dict)
 
 
 def _missing_moments(reading: Reading) -> Iterator[Finding]:
-    """State that lacks what Adam needs, or has a part only of what other parameters of the group have."""
-    of_group: dict[int, set[frozenset[str]]] = {}
+    """Yields findings about states that lack moments that Adam needs, or that other parameters of the group have."""
+    kinds_in_group: dict[int, set[frozenset[str]]] = {}
     for t in reading.trained:
-        of_group.setdefault(id(t.group), set()).add(_moments_of(t))
+        kinds_in_group.setdefault(id(t.group), set()).add(_moments_of(t))
     found: dict[str, dict[str, None]] = {}
     for t in reading.trained:
         there = _moments_of(t)
-        more = [other for other in of_group[id(t.group)] if there < other]  # a matrix may have others than a vector
+        more = [
+            other for other in kinds_in_group[id(t.group)] if there < other
+        ]  # supersets only: a matrix may keep others
         wanted = _needed(t) | (min(more, key=len) if more else frozenset())
         absent = [key for key in state_moments.SHAPED if key in wanted and key not in there]
-        if absent and _requires_grad(t) and _began(t):
+        if absent and _requires_grad(t) and _has_stepped(t):
             said = f"The state has steps or other moments, and no {' and no '.join(absent)}: a load left it out."
             found.setdefault(said, {}).update(dict.fromkeys(t.names))
     yield from _findings(reading, "missing_moments", found, _LOAD)
@@ -104,14 +107,14 @@ def _moments_of(t: Trained) -> frozenset[str]:
     return frozenset(key for key in state_moments.SHAPED if isinstance(t.state.get(key), Tensor))
 
 
-def _began(t: Trained) -> bool:
-    """Whether the parameter has been stepped: it has a moment, or its own count of steps is above 0."""
+def _has_stepped(t: Trained) -> bool:
+    """Whether the parameter has been updated: it has a moment, or its own step count is above 0."""
     steps = t.state.get("step")
     return has_moments(t) or (steps is not None and float(steps) > 0)
 
 
 def _needed(t: Trained) -> set[str]:
-    """Of which moments it is known that this optimizer keeps them."""
+    """Returns the moments that this optimizer is known to keep for every parameter."""
     if type(t.optimizer) not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam):
         return {EXP_AVG, EXP_AVG_SQ} if isinstance(t.optimizer, OptimizerBase) and t.betas() is not None else set()
     return {EXP_AVG, EXP_AVG_SQ} | ({"max_exp_avg_sq"} if t.group.get("amsgrad") else set())
@@ -142,15 +145,15 @@ def _nonfinite(t: Trained) -> str:
 
 
 def _inconsistent(t: Trained) -> str:
-    """Moments that no gradients can have made together (Cauchy and Schwarz), and steps that began anew.
+    """Returns a message if no gradients can have led to both moments, or if the step count restarted; else "".
 
-    m is a sum of gradients with weights (1 - b1) b1^k, v one of their squares with (1 - b2) b2^k. So
-    m^2 <= v * (1 - b1)^2 / ((1 - b2) (1 - b1^2 / b2)), whatever the gradients were.
+    m is a sum of gradients with weights (1 - b1) b1^k, v one of their squares with (1 - b2) b2^k. So by Cauchy and
+    Schwarz m^2 <= v * (1 - b1)^2 / ((1 - b2) (1 - b1^2 / b2)), whatever the gradients were.
     """
     betas = t.betas()
     if betas is None or t.stepped is None or t.stepped.numel() == 0 or _misshapen(t):
         return ""
-    every = state_moments.every_of(t.stepped.numel())
+    every = state_moments.sampling_stride(t.stepped.numel())
     m = state_moments.moment(t, EXP_AVG, every)
     v = state_moments.moment(t, EXP_AVG_SQ, every)
     if m is None or v is None or m.numel() != v.numel():

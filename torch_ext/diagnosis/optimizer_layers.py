@@ -1,22 +1,22 @@
-"""Optimizers within optimizers: mixed-precision wrappers, chains, frameworks' wrappers; and what is stepped inside."""
+"""Finds the optimizers inside wrappers (mixed precision, chains, frameworks), and reads their groups and states."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-# Where wrappers keep what they wrap: Megatron-LM, DeepSpeed, Accelerate, apex ("optimizer"), Lightning ("_optimizer"),
-# ZeroRedundancyOptimizer and OSS ("optim"), chains, and the parts of a hybrid optimizer on several devices.
+# Attributes with the wrapped optimizers: Megatron-LM, DeepSpeed, Accelerate, apex ("optimizer"), Lightning
+# ("_optimizer"), ZeroRedundancyOptimizer and OSS ("optim"), chains, and a hybrid optimizer's parts on several devices.
 _INNER = ("optimizer", "_optimizer", "optim", "chained_optimizers", "sub_optimizers", "optimizers")
 
 
 def is_optimizer(x: Any) -> bool:
-    """Whether it has parameter groups, as every optimizer of torch's kind, or wraps something that has."""
+    """Whether x has parameter groups, as torch's optimizers have, or wraps an object that has."""
     return isinstance(attribute_of(x, "param_groups"), Sequence) or bool(_inner(x))
 
 
 def layers(optimizer: Any) -> list[Any]:
-    """The optimizer and all that are within it, the outermost first, each once."""
+    """Returns the optimizer and all optimizers that it wraps, the outermost first, each once."""
     found: list[Any] = []
     waiting = [optimizer]
     while waiting:
@@ -28,11 +28,12 @@ def layers(optimizer: Any) -> list[Any]:
 
 
 def stepped(all_layers: Sequence[Any]) -> list[Any]:
-    """Those that have no optimizer within them: the step is theirs."""
+    """Returns the layers that wrap no other optimizer: these do the step."""
     return [layer for layer in all_layers if not _inner(layer) and groups_of(layer)]
 
 
 def _inner(x: Any) -> list[Any]:
+    """Returns the optimizers that x wraps directly."""
     found: list[Any] = []
     for attribute in _INNER:
         value = attribute_of(x, attribute)
@@ -43,7 +44,7 @@ def _inner(x: Any) -> list[Any]:
 
 
 def attribute_of(x: Any, name: str) -> Any:
-    """None where there is none: a property of somebody else's class may need what is not there."""
+    """Returns an attribute; None if there is none, or if reading it raises, as a foreign class's property may."""
     try:
         return getattr(x, name, None)
     except Exception:
@@ -51,7 +52,7 @@ def attribute_of(x: Any, name: str) -> Any:
 
 
 def groups_of(optimizer: Any) -> list[dict[str, Any]]:
-    """Its parameter groups, those that are some."""
+    """Returns the optimizer's parameter groups that are dicts with a list of parameters."""
     groups = attribute_of(optimizer, "param_groups")
     return [
         group for group in groups or () if isinstance(group, dict) and isinstance(group.get("params"), list | tuple)
@@ -59,9 +60,9 @@ def groups_of(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def state_of(optimizer: Any, p: Tensor) -> Mapping[str, Any]:
-    """What it keeps for the parameter; empty where it keeps nothing. Makes no entry, as `optimizer.state[p]` would."""
+    """Returns the parameter's state; empty if there is none. Creates no entry, as `optimizer.state[p]` would."""
     stored = attribute_of(optimizer, "stored_state")
-    if callable(stored):  # ours: wherever it lies
+    if callable(stored):  # our optimizers: finds a state wherever it is stored
         ours: Any = stored(p)
         return ours
     state = attribute_of(optimizer, "state")
@@ -70,7 +71,7 @@ def state_of(optimizer: Any, p: Tensor) -> Mapping[str, Any]:
 
 
 def params_of(optimizer: Any) -> Iterator[tuple[dict[str, Any], Tensor]]:
-    """Its parameters, each with its group."""
+    """Yields the optimizer's parameters, each with its group."""
     for group in groups_of(optimizer):
         for p in group["params"]:
             if isinstance(p, Tensor):

@@ -1,4 +1,4 @@
-"""exp_avg_sq that cannot fall, because rounding puts back what a step takes away."""
+"""Checks for an exp_avg_sq that cannot decrease, because rounding undoes the decay."""
 
 from collections.abc import Iterator
 
@@ -15,8 +15,8 @@ _HALF, _SOME = 0.5, 0.05
 
 
 def check(reading: Reading) -> Iterator[Finding]:
-    """Rounded to nearest, v * beta2 is v again where 1 - beta2 is less than half of the distance of v's neighbours: v
-    goes up with large gradients and never down again, and steps become smaller and smaller."""
+    """Yields findings about a stalled exp_avg_sq. Rounded to nearest, v * beta2 is v again if v * (1 - beta2) is less
+    than half the distance to v's neighbour. Then v rises with large gradients and never falls, so steps shrink."""
     found: dict[tuple[torch.dtype, float], dict[str, None]] = {}
     worst: dict[tuple[torch.dtype, float], float] = {}
     for t in reading.trained:
@@ -41,29 +41,29 @@ def check(reading: Reading) -> Iterator[Finding]:
 
 
 def _stalled(t: Trained) -> tuple[float, torch.dtype | None]:
-    """The share of v that a step without a gradient leaves as it is, and v's dtype."""
+    """Returns the share of v's elements that a step without a gradient leaves unchanged, and v's dtype."""
     betas, ours = t.betas(), isinstance(t.optimizer, OptimizerBase)
     if betas is None or (ours and t.group.get("moment_rounding") != "nearest"):
         return 0.0, None
     v = state_moments.plain(t, EXP_AVG_SQ)
     if v is not None and v.dtype in _BITS and v.numel():
-        values = state_moments.sample(v, state_moments.every_of(v.numel())).float()
+        values = state_moments.sample(v, state_moments.sampling_stride(v.numel())).float()
         values = values[values > torch.finfo(v.dtype).smallest_normal]
         if values.numel():
             return float(((values * betas[1]).to(v.dtype).float() == values).float().mean()), v.dtype
-    dtype = v.dtype if v is not None else _dtype_to_come(t)
+    dtype = v.dtype if v is not None else _future_dtype(t)
     return (stalls(dtype, betas[1]), dtype) if dtype in _BITS else (0.0, None)
 
 
 def stalls(dtype: torch.dtype, beta2: float) -> float:
-    """The share of the numbers between two powers of two that, times beta2, round to themselves."""
+    """Returns the share of the numbers in [1, 2) that round to themselves when they are multiplied by beta2."""
     n = 1 << _BITS[dtype]
     numbers = 1 + torch.arange(n, dtype=torch.float32, device="cpu") / n
     return float(((numbers * beta2).to(dtype).float() == numbers).double().mean())
 
 
-def _dtype_to_come(t: Trained) -> torch.dtype | None:
-    """Of an exp_avg_sq that the first step will make, where that is known."""
+def _future_dtype(t: Trained) -> torch.dtype | None:
+    """Returns the dtype of the exp_avg_sq that the first step will create; None if it is unknown or already exists."""
     if moment_checks.has_moments(t):
         return None
     if isinstance(t.optimizer, OptimizerBase):

@@ -1,4 +1,5 @@
-"""Moments of anyone's state as fp32: torch's, Transformer Engine's scaled ones, 8-bit codes with a table, and ours."""
+"""Decodes the moments of any optimizer to fp32: torch's, Transformer Engine's scaled ones, 8-bit codes with a table,
+and ours."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,24 +19,24 @@ SHAPED = (EXP_AVG, EXP_AVG_SQ, "max_exp_avg_sq", MOMENTUM)
 _CODED = {EXP_AVG: "1", EXP_AVG_SQ: "2", MOMENTUM: "1"}  # bitsandbytes: state1, qmap1, absmax1; state2 ...
 _BLOCKS = tuple(1 << n for n in range(6, 15))
 
-_MOST_DECODED = 1 << 24  # elements of ours, which are decoded all at once
+_MOST_DECODED = 1 << 24  # elements; larger encoded states of ours are skipped, since they are decoded as a whole
 
 MOST = 1 << 18
-"""Elements of one parameter at which shares are measured: evenly spread ones where it has more."""
+"""Most elements of one parameter that are sampled to measure shares, evenly spread over the parameter."""
 
 
 def sample(t: Tensor, every: int) -> Tensor:
-    """One of so many elements of a tensor, in its logical order, flat."""
+    """Returns each `every`-th element of a tensor in logical order, flat."""
     return t.reshape(-1)[::every]
 
 
-def every_of(numel: int, most: int = MOST) -> int:
-    """One of how many elements is looked at."""
+def sampling_stride(numel: int, most: int = MOST) -> int:
+    """Returns the stride with which numel elements are sampled (`sample`), so that at most `most` are read."""
     return max(1, -(-numel // most))
 
 
 def plain(t: Trained, key: str) -> Tensor | None:
-    """A moment that is stored as numbers, this rank's elements; None where there is none, or it is encoded."""
+    """Returns this rank's elements of a moment as they are stored; None if there is none, or it is encoded."""
     value = t.state.get(key)
     if not isinstance(value, Tensor) or _scaled_of_ours(t, key):
         return None
@@ -43,14 +44,15 @@ def plain(t: Trained, key: str) -> Tensor | None:
 
 
 def moment(t: Trained, key: str, every: int) -> Tensor | None:
-    """A moment's values in fp32, one of so many, flat; None where there is none, or nobody here can decode it."""
+    """Returns each `every`-th value of a moment in fp32, flat; None if there is no such moment, or its encoding is
+    unknown here."""
     value = t.state.get(key)
     if value is None and key in _CODED:
         return _coded(t.state, _CODED[key], every)
     if not isinstance(value, Tensor):
         return None
     if _scaled_of_ours(t, key):
-        return _of_ours(t, key, every)
+        return _decoded_ours(t, key, every)
     unscaled = getattr(t.optimizer, "get_unscaled_state", None)
     if callable(unscaled) and value.dtype in (torch.float16, torch.uint8):
         value = unscaled(t.param, key)
@@ -65,14 +67,14 @@ def _scaled_of_ours(t: Trained, key: str) -> bool:
     return isinstance(t.optimizer, OptimizerBase) and t.state[key].dtype in (torch.float16, torch.uint8)
 
 
-def _of_ours(t: Trained, key: str, every: int) -> Tensor | None:
+def _decoded_ours(t: Trained, key: str, every: int) -> Tensor | None:
     if t.stepped is None or t.stepped.numel() > _MOST_DECODED:
         return None
     return sample(codec.decode(t.stepped, t.state, t.kinds_of_ours(), key), every).float()
 
 
 def _coded(state: Mapping[str, Any], n: str, every: int) -> Tensor | None:
-    """Codes, a table of their values, and the greatest magnitude of each block."""
+    """Decodes bitsandbytes' format: codes, a table of their values, and the largest magnitude of each block."""
     codes = state.get(f"state{n}")
     if not isinstance(codes, Tensor):
         return None

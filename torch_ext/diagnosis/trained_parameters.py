@@ -1,4 +1,4 @@
-"""What an optimizer trains: each tensor that is stepped, the model's parameter that it stands for, and its state."""
+"""Reads what an optimizer trains: each tensor that it updates, the model's parameter behind it, and its state."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -18,26 +18,26 @@ from torch_ext.params.shard_map import ShardMap
 
 
 class Trained(NamedTuple):
-    """A tensor in a group of an optimizer that steps."""
+    """A tensor in a parameter group of an innermost optimizer."""
 
     names: tuple[str, ...]
-    """The model's parameters that it is, is cut from, or is a copy of; none: it is not the model's."""
+    """The model's parameters of which it is the whole, a shard or a copy; empty if it is not the model's."""
     param: Tensor
-    """What stands in the group."""
+    """The tensor in the group."""
     root: Tensor
-    """The weight: param itself, or what it is a copy of."""
+    """The model's weight: `param` itself, or the weight of which `param` is a copy."""
     weight: Tensor | None
-    """This rank's elements of the weight; None where they cannot be read."""
+    """This rank's elements of the weight; None if they cannot be read."""
     stepped: Tensor | None
-    """This rank's elements of param; None likewise."""
+    """This rank's elements of `param`; None if they cannot be read."""
     group: Mapping[str, Any]
     state: Mapping[str, Any]
     optimizer: Any
     keeps: str | None
-    """What keeps small updates of a 16-bit weight: "a master", "remainders", ...; None: nothing."""
+    """What keeps small updates of a 16-bit weight: "a master", "remainders", ...; None: nothing does."""
 
     def kinds_of_ours(self) -> StateDtypes:
-        """What its state is made of, in an optimizer of this package."""
+        """Returns the dtypes of its state; only for an optimizer of this package."""
         kept = self.group.get("keep_32bit") or ()
         flags = [flag for p, flag in zip(self.group["params"], kept, strict=False) if p is self.param]
         matrix = "ns_steps" in self.group
@@ -45,11 +45,11 @@ class Trained(NamedTuple):
 
     @property
     def narrow(self) -> bool:
-        """Whether it is a 16-bit weight of which nothing more is kept."""
+        """Whether it is a 16-bit weight without a master or anything else that keeps small updates."""
         return self.keeps is None and is_narrow(self.root)
 
     def hyper(self, name: str, default: float = 0.0) -> float:
-        """A hyper-parameter as a number."""
+        """Returns a hyper-parameter as a number."""
         value = self.group.get(name, default)
         return default if value is None else float(value)
 
@@ -60,40 +60,41 @@ class Trained(NamedTuple):
         return float(found[0]), float(found[1])
 
     def step(self) -> float | None:
-        """How many steps it took; None where nobody counts."""
+        """Returns how many steps the parameter had; None if neither its state nor its group counts them."""
         value = self.state.get("step", self.group.get("step"))
         return None if value is None else float(value)
 
 
 @dataclasses.dataclass
 class Reading:
-    """Everything that the checks look at."""
+    """Everything that the checks read."""
 
     model: ModelParameters
     layers: list[Any]
     trained: list[Trained]
-    """With a name: those that stand for parameters of the model that require a gradient."""
+    """Tensors in groups that belong to the model's parameters that require a gradient."""
     foreign: list[Trained]
-    """In a group, and not the model's."""
+    """Tensors in groups that are not the model's."""
     copies: list[Copy]
     in_groups: set[str]
-    """Names of the parameters that some group has."""
+    """Names of the model's parameters that are in a group."""
     partial: bool
-    """Whether parameters may be another rank's."""
+    """Whether some parameters may be in another rank's optimizer only."""
     policy: Any = None
 
 
 def read(model: ModelParameters, optimizers: Sequence[Any], policy: Any) -> Reading:
-    """Everything at once; masters that somebody made by hand stand for the model's weights."""
+    """Reads the model and its optimizers. Masters that a training script created itself count as copies."""
     layers = [layer for optimizer in optimizers for layer in optimizer_layers.layers(optimizer)]
     layers = [layer for i, layer in enumerate(layers) if not any(layer is before for before in layers[:i])]
     copies = master_copies.copies(layers, list(model.named.values()))
-    reading = _with(model, layers, copies, policy)
+    reading = _reading_of(model, layers, copies, policy)
     by_hand = _masters_by_hand(reading)
-    return _with(model, layers, copies + by_hand, policy) if by_hand else reading
+    return _reading_of(model, layers, copies + by_hand, policy) if by_hand else reading
 
 
-def _with(model: ModelParameters, layers: list[Any], copies: list[Copy], policy: Any) -> Reading:
+def _reading_of(model: ModelParameters, layers: list[Any], copies: list[Copy], policy: Any) -> Reading:
+    """Reads all parameter groups, given the copies of weights that are known."""
     everything = _Finder(model, copies).all(layers)
     in_groups = {name for t in everything for name in t.names}
     for layer in layers:
@@ -106,9 +107,10 @@ def _with(model: ModelParameters, layers: list[Any], copies: list[Copy], policy:
 
 
 def _masters_by_hand(reading: Reading) -> list[Copy]:
-    """Tensors in groups that somebody made from the model's 16-bit weights, who copies gradients and weights himself:
-    wider, and of the shapes of trainable weights that no group has. Of several such weights it is the one that the
-    tensor rounds to, or the first. None where one of the tensors is nobody's."""
+    """Finds masters that a training script created from the model's 16-bit weights, copying gradients and weights
+    itself. Such a tensor is in a group, is wider than 16 bits, and has the shape of a trainable weight that is in no
+    group. Of several such weights it belongs to the one that it rounds to, else to the first. Returns nothing if one of
+    the foreign tensors fits no weight."""
     missing = [p for n, p in reading.model.trainable().items() if n not in reading.in_groups and is_narrow(p)]
     found: list[Copy] = []
     for t in reading.foreign:
@@ -132,6 +134,8 @@ def _rounds(copy: Tensor, weight: Tensor) -> bool:
 
 
 class _Finder:
+    """Finds the trained tensors in the groups of optimizer layers."""
+
     def __init__(self, model: ModelParameters, copies: Sequence[Copy]) -> None:
         self._model = model
         self._source = {id(copy.copy): copy.weight for copy in copies}
@@ -149,7 +153,7 @@ class _Finder:
 
     def _trained(self, optimizer: Any, group: dict[str, Any], p: Tensor, local: Tensor | None) -> Trained:
         root = p
-        for _ in range(8):  # copies of copies end soon, and never in a circle
+        for _ in range(8):  # follows copies of copies; bounded in case they form a circle
             if id(root) not in self._source:
                 break
             root = self._source[id(root)]
@@ -161,13 +165,13 @@ class _Finder:
         return Trained(self._model.names_in(root), p, root, weight, local, own, state, optimizer, keeps)
 
     def _has_master(self, weight: Tensor, depth: int) -> bool:
-        """Whether a copy, or a copy of one, has more bits than 16."""
+        """Whether a copy of the weight, or a copy of a copy, has more than 16 bits."""
         found = self._copied.get(id(weight), []) if depth else []
         return any(one.dtype.itemsize > 2 or self._has_master(one, depth - 1) for one in found)
 
 
 def _own_group(group: Mapping[str, Any], p: Tensor) -> Mapping[str, Any]:
-    """What a group says of p: in torch_ext.Muon's, what is no matrix is AdamW's."""
+    """Returns the group's hyper-parameters for p. In torch_ext.Muon's groups they are AdamW's unless p is a matrix."""
     forms = zip(group["params"], group.get("matrices") or (), strict=False)
     if all(q is not p or form is not None for q, form in forms):
         return group
@@ -175,14 +179,15 @@ def _own_group(group: Mapping[str, Any], p: Tensor) -> Mapping[str, Any]:
 
 
 def _makes_master(optimizer: Any, p: Tensor, state: Mapping[str, Any]) -> bool:
-    """Whether a first step is to come that makes one."""
+    """Whether the parameter's first step is still to come, and will create a master."""
     if isinstance(optimizer, OptimizerBase):
         return p.requires_grad and StateDtypes.of(optimizer.policy, p.dtype, p.numel(), False).master is not None
     return not state and master_copies.promises_masters(optimizer)
 
 
 def _local_parts(optimizer: Any, params: list[Tensor]) -> list[Tensor | None]:
-    """This rank's elements of each; of ours, those that it steps, where parameters are cut over the ranks."""
+    """Returns this rank's elements of each parameter. For our optimizers with sharded parameters these are the elements
+    that this rank updates."""
     if not isinstance(optimizer, OptimizerBase):
         return [readable(p) for p in params]
     shards = ShardMap(params)
@@ -190,6 +195,6 @@ def _local_parts(optimizer: Any, params: list[Tensor]) -> list[Tensor | None]:
     for i in range(len(params)):
         try:
             found.append(readable(shards.of(i).weight))
-        except (RuntimeError, TypeError):  # the parameter left its buffer: its next step says so
+        except (RuntimeError, TypeError):  # the parameter is no longer in its buffer: the next step raises for that
             found.append(None)
     return found

@@ -1,4 +1,4 @@
-"""fp32 that was asked for, of masters, moments and gradients, and is not there."""
+"""Checks whether masters, moments and gradients are in fp32 if that was asked for."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from torch_ext.optim.optimizer_base import OptimizerBase
 
 
 def check(reading: Reading) -> Iterator[Finding]:
-    """fp32 that was asked for, by a configuration or a mixed-precision policy, and is not there."""
+    """Yields findings where a configuration or a mixed-precision policy asks for fp32 and the tensors are narrower."""
     cast = dict(reading.model.wanted_precision())
     kept = {name for t in reading.trained if not t.narrow for name in t.names}
     same = [n for n, dtype in cast.items() if reading.model.named[n].dtype == dtype and n not in kept]
@@ -39,12 +39,13 @@ def _elements(reading: Reading, names: Sequence[str]) -> tuple[float, str]:
 
 
 def asked(reading: Reading, optimizer: Any, weight: torch.dtype) -> dict[str, torch.dtype]:
-    """What a configuration says of the dtypes of a parameter's state: "master", "exp_avg", "exp_avg_sq", "main_grad".
+    """Returns the dtypes that were asked for: of "master", "exp_avg", "exp_avg_sq" and "main_grad".
 
-    Of the policy that diagnose was given, of Megatron-LM's configuration, of the optimizer's own attributes.
+    Sources, from strong to weak: the policy that diagnose was given, Megatron-LM's configuration, the optimizer's own
+    attributes.
     """
     found: dict[str, Any] = {}
-    if not isinstance(optimizer, OptimizerBase):  # which refuses other states than those of its policy
+    if not isinstance(optimizer, OptimizerBase):  # our optimizers accept only states of their policy's dtypes
         if master_copies.promises_masters(optimizer):
             found["master"] = getattr(optimizer, "master_weight_dtype", torch.float32)
         for key in ("exp_avg", "exp_avg_sq"):
@@ -66,7 +67,7 @@ def _of_fields(config: Any) -> dict[str, Any]:
 
 
 def _missing_masters(reading: Reading, but: set[str]) -> Iterator[Finding]:
-    """Asked for, and not kept: of 16-bit weights that have been stepped, or have narrow masters."""
+    """Yields a finding about 16-bit weights for which masters were asked for, but there is none, or one of 16 bits."""
     found: dict[str, None] = {}
     narrow_copies = {id(c.weight) for c in reading.copies if c.copy.is_floating_point() and c.copy.dtype.itemsize <= 2}
     for t in reading.trained:
@@ -88,7 +89,7 @@ def _missing_masters(reading: Reading, but: set[str]) -> Iterator[Finding]:
 
 
 def _narrow_states(reading: Reading) -> Iterator[Finding]:
-    """Moments in fewer bits than were asked for."""
+    """Yields findings about moments in fewer bits than were asked for."""
     found: dict[str, dict[str, None]] = {}
     for t in reading.trained:
         wanted = asked(reading, t.optimizer, t.root.dtype)
@@ -108,12 +109,12 @@ def _narrow_states(reading: Reading) -> Iterator[Finding]:
 
 
 def _narrow_grads(reading: Reading) -> Iterator[Finding]:
-    """Gradients that are added up in fewer bits than were asked for."""
+    """Yields a finding about gradients that are accumulated in fewer bits than were asked for."""
     found: dict[str, torch.dtype] = {}
-    asked_of_ddp = [getattr(attribute_of(m, "ddp_config"), "grad_reduce_in_fp32", False) for m in reading.model.models]
+    ddp_flags = [getattr(attribute_of(m, "ddp_config"), "grad_reduce_in_fp32", False) for m in reading.model.models]
     for t in reading.trained:
         wanted = asked(reading, t.optimizer, t.root.dtype).get("main_grad")
-        if wanted is None and any(flag is True for flag in asked_of_ddp):
+        if wanted is None and any(flag is True for flag in ddp_flags):
             wanted = torch.float32
         for name in t.names if wanted is not None else ():
             grad = _main_grad(reading.model.named[name], reading.policy is not None)
@@ -132,7 +133,7 @@ def _narrow_grads(reading: Reading) -> Iterator[Finding]:
 
 
 def _main_grad(p: Any, ordinary: bool) -> Tensor | None:
-    """What gradients of micro-batches are added up in."""
+    """Returns the tensor in which gradients of micro-batches are accumulated. ordinary: whether that may be `.grad`."""
     grad = attribute_of(p, "main_grad")
     grad = p.grad if grad is None and ordinary else grad
     return grad if isinstance(grad, Tensor) else None

@@ -1,4 +1,4 @@
-"""16-bit weights without masters, and how many of their updates rounding undoes."""
+"""Checks how many updates of weights without masters are lost by rounding."""
 
 from collections.abc import Iterator
 
@@ -8,19 +8,20 @@ from torch_ext.diagnosis.next_update import Lost
 from torch_ext.diagnosis.trained_parameters import Reading, Trained
 
 _OF_ALL, _OF_ONE = 0.2, 0.5
-"""Lost shares that are errors: of all updates of these weights, of the updates of one parameter."""
+"""Shares of lost updates that are errors: of all of these weights together (_OF_ALL), of one parameter (_OF_ONE)."""
 _WRITE = "optimizer = torch_ext.AdamW(model.parameters(), lr=lr)  # fp32 masters, whatever dtype the model has"
 
 
 def check(reading: Reading) -> Iterator[Finding]:
+    """Yields findings about weights whose updates are lost by rounding."""
     narrow = [t for t in reading.trained if t.narrow]
     if narrow:
-        yield from _of_narrow(narrow)
+        yield from _check_narrow(narrow)
     wide = [t for t in reading.trained if t.weight is not None and t.param is t.root and t.weight.dtype.itemsize == 4]
-    yield from _of_wide(wide)
+    yield from _check_wide(wide)
 
 
-def _of_narrow(narrow: list[Trained]) -> Iterator[Finding]:
+def _check_narrow(narrow: list[Trained]) -> Iterator[Finding]:
     found = [(t, lost) for t in narrow if (lost := next_update.lost_updates(t)) is not None and lost.updates]
     dtype = narrow[0].root.dtype
     if not found:
@@ -53,8 +54,8 @@ def _of_narrow(narrow: list[Trained]) -> Iterator[Finding]:
     )
 
 
-def _of_wide(wide: list[Trained]) -> Iterator[Finding]:
-    """fp32 weights, where most updates are lost: lr is next to nothing."""
+def _check_wide(wide: list[Trained]) -> Iterator[Finding]:
+    """Yields a note about fp32 weights that lose most updates, because lr is almost 0."""
     found = [(t, lost) for t in wide if (lost := next_update.lost_updates(t)) is not None and lost.share >= _OF_ONE]
     names = list(dict.fromkeys(name for t, _ in found for name in t.names))
     if names:

@@ -1,1 +1,1 @@
-"""Gradients as numbers: norms, non-finite elements, and the errors about missing ones."""
+"""Gradients: norms, checks for non-finite elements, and errors about gradients."""

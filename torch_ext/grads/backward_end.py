@@ -1,4 +1,4 @@
-"""Hooks that hold nothing, and how the end of a backward is known, however it ends."""
+"""Hooks that do not keep their objects alive, and a notification at the end of a backward, even of one that raises."""
 
 import weakref
 from collections.abc import Callable
@@ -9,7 +9,8 @@ from torch.autograd import Variable
 
 
 def weak_method(method: Callable[..., Any]) -> Callable[..., None]:
-    """Calls a bound method as long as its object exists. (deepcopy copies no function; it would a WeakMethod.)"""
+    """Returns a function that calls a bound method, and does nothing once the method's object is gone. It is a function
+    because deepcopy leaves functions alone; it would copy a WeakMethod."""
     known = weakref.WeakMethod(method)
 
     def call(*args: Any) -> None:
@@ -20,13 +21,14 @@ def weak_method(method: Callable[..., Any]) -> Callable[..., None]:
 
 
 def hook(method: Callable[..., Any], *args: Any) -> Callable[..., None]:
-    """A hook of a tensor or a module that calls method(*args), and ignores what it is given itself."""
+    """Returns a hook for a tensor or a module that calls method(*args) and ignores the hook's own arguments."""
     call = weak_method(method)
     return lambda *_: call(*args)
 
 
 class BackwardEnd:
-    """Called by autograd when a backward ends. Its graph task alone holds it: once it is dead, the backward raised."""
+    """Callback that autograd calls when a backward ends. Only the backward's graph task references it, so if it is
+    freed without having been called, the backward raised."""
 
     def __init__(self, on_end: Callable[[], None]) -> None:
         self._on_end = on_end
@@ -38,8 +40,8 @@ class BackwardEnd:
 def queue_backward_end(
     method: Callable[..., Any], *args: Any, gone: Callable[..., None] | None = None
 ) -> "weakref.ref[BackwardEnd]":
-    """At the end of the backward that is running, method(*args) is called. gone: when it is dead, as long as what this
-    returns is there; must not hold the method's object."""
+    """Makes autograd call method(*args) at the end of the running backward. gone: called when the callback is freed, as
+    long as the returned weak reference exists; must not reference the method's object."""
     end = BackwardEnd(partial(weak_method(method), *args))
     Variable._execution_engine.queue_callback(end)
     return weakref.ref(end, gone)

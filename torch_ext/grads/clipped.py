@@ -1,4 +1,4 @@
-"""Tells optimizers, which clip by their policy otherwise, that gradients were clipped in place."""
+"""Tells optimizers that gradients were clipped in place, so that their step does not clip by the policy again."""
 
 import math
 import weakref
@@ -9,25 +9,26 @@ from torch import Tensor
 
 
 class Clipper(Protocol):
-    """An optimizer whose step clips, unless it was told that gradients are clipped."""
+    """An optimizer whose step clips unless it was told that the gradients are clipped already."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
 
     def gradients_were_clipped(self) -> None:
-        """Gradients of some of its parameters were clipped; on every rank, as all ranks clip or none."""
+        """Called when gradients of some of its parameters were clipped. Happens on all ranks or on none."""
 
 
 _clippers: "weakref.WeakSet[Clipper]" = weakref.WeakSet()
 
 
 def watch(clipper: Clipper) -> None:
-    """From here on the optimizer is told."""
+    """Registers the optimizer for `tell`."""
     _clippers.add(clipper)
 
 
 def tell(params: Sequence[Tensor], limit: Any = None) -> None:
-    """Gradients of these parameters were clipped in place. limit: to that norm; infinity only measures."""
+    """Notifies the optimizers of these parameters that the gradients were clipped in place. limit: the norm that they
+    were clipped to; infinity means that the norm was only measured, which is not reported."""
     if not _clippers or (isinstance(limit, float) and limit == math.inf):
         return
     clipped = set(map(id, params))

@@ -14,7 +14,7 @@ _SHOWN = 8
 
 
 def refuse_sparse(grad: Tensor, who: str) -> None:
-    """RuntimeError for a gradient that is not dense."""
+    """Raises RuntimeError for a gradient that is not strided. who: begins the message."""
     if grad.layout is not torch.strided:
         raise RuntimeError(
             f"{who} is sparse ({grad.layout}): torch_ext steps dense gradients; build the embedding with sparse=False, "
@@ -23,12 +23,12 @@ def refuse_sparse(grad: Tensor, who: str) -> None:
 
 
 def refuse_busy(doing: str, forwards_running: int, backward: bool) -> None:
-    """RuntimeError where a forward or a backward of the model is under way."""
+    """Raises RuntimeError if a forward or a backward of the model is running. doing: begins the message."""
     if forwards_running or backward:
         raise RuntimeError(f"{doing} during a {'backward' if backward else 'forward'}: call it between steps")
 
 
 def names_of(names: Sequence[str], positions: Sequence[int]) -> str:
-    """The names of the first ones, and how many more there are."""
+    """Returns the names at the first _SHOWN positions, and how many more there are, for messages."""
     more = f" and {len(positions) - _SHOWN} more" if len(positions) > _SHOWN else ""
     return ", ".join(repr(names[i]) for i in positions[:_SHOWN]) + more

@@ -1,4 +1,4 @@
-"""The global gradient norm, summed over the ranks that hold parts of gradients, and the clip coefficient."""
+"""Computes the global gradient norm, summed over the ranks that hold shards of gradients, and the clip coefficient."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,21 +19,21 @@ _AGREED = "_torch_ext_agreed"
 
 
 class NormGroup(NamedTuple):
-    """Gradients whose statistics are added up over the same process groups."""
+    """Gradients whose statistics are all-reduced over the same process groups."""
 
     groups: tuple[Any, ...]
-    """One after the other; none: every gradient is whole."""
+    """Process groups, all-reduced over one after the other; empty if every gradient is whole."""
     positions: list[int]
-    """Which of the gradients."""
+    """Positions of these gradients in the list of all gradients."""
     stats: Tensor | None
-    """Their statistics on this rank, where the reduction found them on its way; they are not read once more then."""
+    """The gradients' statistics on this rank, if the reduction has computed them; else the gradients are read."""
 
 
 class Clipping:
-    """The norm and clip coefficient of a set of gradients; one-element tensors on their device.
+    """The norm and clip coefficient of a set of gradients, as one-element tensors on the gradients' device.
 
-    Valid for these gradients as they are now. Each carries a mark (ids are reused, and the next backward makes new
-    tensors); version counters tell that none was modified.
+    Valid while the gradients stay unmodified. Each gradient tensor is marked by an attribute: its id would not do, as
+    ids are reused and each backward may create new tensors. Version counters show whether a gradient was modified.
     """
 
     def __init__(
@@ -50,21 +50,22 @@ class Clipping:
         self.clip_coef = clip_coef
         self.found_inf = found_inf
         self.first_bad = first_bad  # int64 [1]: index of the first gradient that is not finite
-        self.only_measured = only_measured  # no limit: nothing is lost where gradients are modified afterwards
-        self.stats = stats  # of all ranks; see measure
-        self._unscaled = unscaled  # by a loss scale that was known then
+        self.only_measured = only_measured  # no clip limit, so modifying the gradients afterwards is no error
+        self.stats = stats  # grad_stats_ over all ranks
+        self._unscaled = unscaled  # the loss scale was known when the norm was computed, and divided out
         self.used = False
-        self._versions: dict[int, int] = {}  # by id
+        self._versions: dict[int, int] = {}  # id of a gradient -> its version counter
 
     def attach(self, grads: Sequence[Tensor]) -> None:
-        """Marks the gradients that this belongs to."""
+        """Marks the gradients as belonging to this clip, and notes their version counters."""
         self._versions = {id(g): g._version for g in grads}
         for g in grads:
             setattr(g, _MARK, self)
 
     def belongs_to(self, grads: Sequence[Tensor]) -> bool:
-        """Whether these are the gradients, or some of them: the others were dropped, which leaves these clipped. False
-        for others or used ones, RuntimeError where any was modified or replaced."""
+        """Whether this clip is valid for these gradients: all gradients of `attach`, or a subset because the rest was
+        dropped (the coefficient still holds). False for foreign gradients. If a gradient was modified or replaced,
+        raises RuntimeError, unless the clip was used already or only measured; then False."""
         marked = [getattr(g, _MARK, None) is self for g in grads]
         if not any(marked):
             return False
@@ -79,7 +80,8 @@ class Clipping:
         )
 
     def refuse_scale(self, grad_scale: Tensor) -> None:
-        """RuntimeError where a limit was set for gradients that a loss scale, known now only, has made larger."""
+        """Raises RuntimeError if gradients were clipped while they were still multiplied by a loss scale, which became
+        known only afterwards."""
         if grad_scale.numel() and not (self._unscaled or self.only_measured):
             raise RuntimeError(
                 "clip_grad_norm_(optimizer, ...) came before scaler.unscale_(optimizer): its norm is of gradients that "
@@ -88,15 +90,16 @@ class Clipping:
             )
 
     def limited(self, max_norm: float, grad_scale: Tensor) -> "Clipping":
-        """What `measure` would return for the same gradients, without reading them again."""
+        """Returns what `measure` would return for the same gradients, without reading them again."""
         with torch.no_grad():
             return _decided(self.stats, self.first_bad, max_norm, grad_scale)
 
     def warn_if_skipped(self, members: Sequence[Any], grads: Sequence[Tensor]) -> None:
-        """Warns which gradient made the step be skipped, where that is known without waiting for a device."""
+        """Warns which gradient caused a step to be skipped, if that is known without waiting for a device."""
         if self.found_inf.device.type == "cpu" and self.found_inf.item() != 0:
             first = int(self.first_bad.item())
-            # The statistics came with a reduction, which does not name, or of gradients that were dropped since.
+            # first_bad is no position in grads if the statistics came from a reduction, which does not find positions,
+            # or if some gradients were dropped since.
             if first >= len(members) or len(members) < len(self._versions):
                 first = first_nonfinite(grads)
             who = f"the gradient of {members[first].name}" if first != ALL_FINITE else "the norm of the gradients"
@@ -110,11 +113,11 @@ def measure(
     parts: Sequence[NormGroup] | None = None,
     name_of: Callable[[int], str] = "gradient {}".format,
 ) -> Clipping:
-    """One pass over the gradients (F32, BF16 or F16 in any memory order, on one device).
+    """Returns norm and clip coefficient of the gradients (F32, BF16 or F16 in any memory order, on one device).
 
-    grad_scale: fp32, one element or none: the gradients are that many times too large. parts: where some of them are
-    parts of gradients that other ranks hold the rest of; then a collective call. None: each is whole. name_of: one of
-    them, for messages.
+    Reads each gradient once. grad_scale: the loss scale to divide out; fp32, one element, or empty for none. parts:
+    given if some gradients are shards of which other ranks hold the rest; then this is a collective call. None: each
+    gradient is whole. name_of: returns the name of a gradient, for messages.
     """
     for i, grad in enumerate(grads):
         if grad.layout is not torch.strided:
@@ -133,7 +136,8 @@ def _decided(stats: Tensor, first_bad: Tensor, max_norm: float, grad_scale: Tens
 
 
 def _summed(runs: Sequence[Tensor], parts: Sequence[NormGroup], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Statistics over all ranks: integers, so that their sum has the same bits for every split."""
+    """Returns the statistics over all ranks, and the position of the first bad gradient. Statistics are integers, so
+    that their sum has the same bits for every split."""
     stats, first_bad = grads_stats.zeros(device), grads_stats.nobody(device)
     for part in parts:
         own = part.stats
@@ -149,11 +153,11 @@ def _summed(runs: Sequence[Tensor], parts: Sequence[NormGroup], device: torch.de
 
 
 def mark_agreed(found_inf: Tensor) -> Tensor:
-    """Marks and returns the tensor: all ranks have agreed on its value."""
+    """Marks the tensor as one on whose value all ranks have agreed, and returns it."""
     setattr(found_inf, _AGREED, True)
     return found_inf
 
 
 def is_agreed(found_inf: object) -> bool:
-    """Whether it is marked by `mark_agreed`."""
+    """Whether the tensor is marked by `mark_agreed`."""
     return bool(getattr(found_inf, _AGREED, False))

@@ -1,4 +1,5 @@
-"""Statistics of gradients (grad_stats_) as int64 words, which ranks may add, and the search for non-finite ones."""
+"""Statistics of gradients (grad_stats_) as int64 words that can be summed over ranks, and the search for non-finite
+gradients."""
 
 from collections.abc import Sequence
 
@@ -7,8 +8,8 @@ import torch
 from torch_ext.native import constants, ops
 from torch_ext.tensors import dense
 
-NONFINITE = constants.NORM_LIMBS  # the word behind the limbs of the norm counts non-finite elements
-NOBODY = torch.iinfo(torch.int64).max  # first_bad where every element of every tensor is finite
+NONFINITE = constants.NORM_LIMBS  # index of the word after the norm's limbs: the number of non-finite elements
+NOBODY = torch.iinfo(torch.int64).max  # first_bad if every element of every tensor is finite
 
 
 def zeros(device: torch.device) -> torch.Tensor:
@@ -20,7 +21,7 @@ def nobody(device: torch.device) -> torch.Tensor:
 
 
 def of(grads: Sequence[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The statistics, and the position of the first gradient with a non-finite element (int64 [1])."""
+    """Returns the statistics, and the position of the first gradient with a non-finite element (int64 [1])."""
     stats, first_bad = zeros(device), nobody(device)
     ops.call("grad_stats_", list(grads), stats, first_bad)
     return stats, first_bad
@@ -30,14 +31,16 @@ ALL_FINITE = -1
 
 
 class Watch:
-    """Checks the gradients of one cycle, as they are ready, on their device; the host reads the outcome once."""
+    """Checks gradients for non-finite elements as they become ready, on their device. The host reads the result once
+    per accumulation cycle."""
 
     def __init__(self) -> None:
         self._stats: torch.Tensor | None = None
         self._found: list[tuple[torch.Tensor, Sequence[int]]] = []
 
     def check(self, grads: Sequence[torch.Tensor], numbers: Sequence[int]) -> None:
-        """On the current stream; always on one device. numbers: what `first` calls each gradient."""
+        """Queues the check of these gradients on the current stream. All calls must be for one device. numbers: the
+        number that `first` returns for each gradient."""
         if not grads:
             return
         if self._stats is None:
@@ -47,8 +50,8 @@ class Watch:
         self._found.append((first, numbers))
 
     def first(self) -> int:
-        """The number of the first checked gradient with a non-finite element, or ALL_FINITE, and starts anew. Waits for
-        the current stream, which must follow those of the checks."""
+        """Returns the number of the first checked gradient with a non-finite element, or ALL_FINITE, and resets the
+        watch. Waits for the current stream, which must come after the streams of the checks."""
         found, self._found, self._stats = self._found, [], None
         if not found:
             return ALL_FINITE
@@ -58,7 +61,7 @@ class Watch:
 
 
 def first_nonfinite(grads: Sequence[torch.Tensor]) -> int:
-    """The position of the first gradient with a non-finite element, or ALL_FINITE. Waits for the device."""
+    """Returns the position of the first gradient with a non-finite element, or ALL_FINITE. Waits for the device."""
     watch = Watch()
     watch.check(grads, range(len(grads)))
     return watch.first()

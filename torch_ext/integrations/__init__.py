@@ -1,1 +1,1 @@
-"""Callbacks of trainers that others write. These are imported when a callback is made, never before."""
+"""Callbacks for other frameworks' trainers. A framework is imported only when its callback is created."""

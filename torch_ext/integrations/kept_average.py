@@ -1,4 +1,4 @@
-"""The averages that optimizers keep, in the model while something runs, or for good."""
+"""Puts the averages of weights that optimizers keep into the model, temporarily or permanently."""
 
 import contextlib
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ from torch_ext.params.param_groups import innermost
 
 
 def averaging(optimizers: Iterable[torch.optim.Optimizer], doing: str) -> list[AveragingOptimizer]:
-    """The optimizers that keep an average, out of what frameworks wrapped them in. ValueError where one keeps none."""
+    """Returns the optimizers inside frameworks' wrappers. Raises ValueError if one of them keeps no average."""
     found = []
     for given in optimizers:
         optimizer = innermost(given)
@@ -26,7 +26,7 @@ def averaging(optimizers: Iterable[torch.optim.Optimizer], doing: str) -> list[A
 
 
 def averaged(optimizers: Sequence[AveragingOptimizer]) -> contextlib.ExitStack:
-    """Entered already: until it is closed the weights are the averages."""
+    """Replaces the weights by their averages, until the returned stack is closed."""
     with contextlib.ExitStack() as entered:
         for optimizer in optimizers:
             entered.enter_context(optimizer.ema_weights())
@@ -35,7 +35,7 @@ def averaged(optimizers: Sequence[AveragingOptimizer]) -> contextlib.ExitStack:
 
 @torch.no_grad()
 def keep(optimizers: Sequence[AveragingOptimizer]) -> None:
-    """The weights become their averages, as if they had been loaded."""
+    """Replaces the weights by their averages permanently, as if these had been loaded."""
     params = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     with averaged(optimizers):
         averages = [p.detach().clone() for p in params]

@@ -1,4 +1,4 @@
-"""Lightning: the average that the optimizer keeps, in validation, in checkpoints and after the end."""
+"""A Lightning callback that uses the optimizer's average of weights in validation, in checkpoints and at the end."""
 
 import contextlib
 import importlib
@@ -13,25 +13,25 @@ _CALL = "lightning_ema_callback"
 
 
 def lightning_ema_callback() -> Any:
-    """A callback of Lightning's Trainer: validates, saves and ends with the average that the optimizer keeps.
+    """Returns a callback for Lightning's Trainer that validates, saves and ends with the optimizer's average weights.
 
         trainer = lightning.Trainer(callbacks=[torch_ext.lightning_ema_callback()])
 
-    with `torch_ext.AdamW(..., ema_decay=0.9999)`, say, from `configure_optimizers`. Within `fit`:
+    `configure_optimizers` returns `torch_ext.AdamW(..., ema_decay=0.9999)`, say. Within `fit`:
 
     - validation runs with the averages;
-    - a checkpoint has them as its "state_dict", and the weights in training as "current_model_state", where resuming
-      finds them, as with Lightning's own WeightAveraging; one that is saved with save_weights_only=True has the weights
-      in training alone, since Lightning does not ask callbacks then;
-    - at the end they become the module's weights.
+    - a checkpoint has the averages as its "state_dict", and the weights in training as "current_model_state", from
+      which training resumes, as with Lightning's own WeightAveraging; a checkpoint that is saved with
+      save_weights_only=True has only the weights in training, since Lightning does not call callbacks then;
+    - at the end the averages become the module's weights.
 
-    ValueError at the start of training where an optimizer keeps no average; ModuleNotFoundError without Lightning.
+    Raises ValueError at the start of training if an optimizer keeps no average; ModuleNotFoundError without Lightning.
     """
     return _class(_callback_class())()
 
 
 def _callback_class() -> type:
-    """Of the framework that the program uses: the one that it has imported."""
+    """Returns the base class for callbacks, of the Lightning package that the program has imported."""
     name = next((name for name in _NAMES if name in sys.modules), None)
     for candidate in [name] if name else _NAMES:
         with contextlib.suppress(ModuleNotFoundError):
@@ -40,7 +40,7 @@ def _callback_class() -> type:
     raise ModuleNotFoundError(f"{_CALL}(): neither of {', '.join(_NAMES)} is installed")
 
 
-_classes: dict[type, type] = {}  # by the framework's own
+_classes: dict[type, type] = {}  # the framework's base class -> the class of our callback
 
 
 def _class(base: type) -> type:
@@ -50,7 +50,7 @@ def _class(base: type) -> type:
 
 
 class _Hooks:
-    """Called by Lightning's names for them."""
+    """The methods of the callback, under the names by which Lightning calls them."""
 
     _entered: contextlib.ExitStack | None = None
 

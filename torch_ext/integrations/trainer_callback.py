@@ -1,4 +1,5 @@
-"""Hugging Face's Trainer: the average that the optimizer keeps, in evaluation, in checkpoints and after the end."""
+"""A callback for Hugging Face's Trainer that uses the optimizer's average of weights in evaluation, in checkpoints and
+at the end."""
 
 import contextlib
 import os
@@ -14,28 +15,30 @@ _FOLDER = "ema"  # within checkpoint-N
 
 
 def trainer_ema_callback(trainer: Any) -> Any:
-    """A callback of Hugging Face's Trainer: evaluates, saves and ends with the average that the optimizer keeps.
+    """Returns a callback for Hugging Face's Trainer that evaluates, saves and ends with the optimizer's average of
+    weights.
 
         trainer.add_callback(torch_ext.trainer_ema_callback(trainer))
 
-    trainer: a transformers.Trainer, or of a class derived from it (TRL's), whose optimizer is
-    `torch_ext.AdamW(..., ema_decay=0.9999)`, say. The Trainer has no event before an evaluation: that is why the
-    callback is given the Trainer, whose `evaluation_loop` it takes over. Within `train`:
+    trainer: a transformers.Trainer, or an instance of a derived class (TRL's), whose optimizer is
+    `torch_ext.AdamW(..., ema_decay=0.9999)`, say. The Trainer has no event before an evaluation. So the callback needs
+    the Trainer, and replaces its `evaluation_loop`. Within `train`:
 
     - every evaluation and prediction runs with the averages;
-    - each `checkpoint-N` also has a folder `ema`, a model of its own for `from_pretrained`. The files beside it are of
-      the weights in training: resuming needs these;
+    - each `checkpoint-N` also has a folder `ema`, a complete model for `from_pretrained`. The other files of the
+      checkpoint have the weights in training, which resuming needs;
     - at the end the averages become the model's weights: the last ones or, with load_best_model_at_end, those of the
       best checkpoint.
 
-    ValueError at the start of training where the optimizer keeps no average; ModuleNotFoundError without transformers.
+    Raises ValueError at the start of training if the optimizer keeps no average; ModuleNotFoundError without
+    transformers.
     """
     from transformers import TrainerCallback
 
     return _class(TrainerCallback)(trainer)
 
 
-_classes: dict[type, type] = {}  # by the framework's own
+_classes: dict[type, type] = {}  # the framework's base class -> the class of our callback
 
 
 def _class(base: type) -> type:
@@ -45,7 +48,7 @@ def _class(base: type) -> type:
 
 
 class _Events:
-    """Called by the Trainer's names for them."""
+    """The methods of the callback, under the names by which the Trainer calls them."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -59,7 +62,7 @@ class _Events:
 
     @contextlib.contextmanager
     def _averaged(self) -> Iterator[None]:
-        """Before and after training the weights are what the user takes them for."""
+        """Context in which the weights are the averages; outside of training it changes nothing."""
         if not self._training:
             yield
             return
@@ -75,10 +78,10 @@ class _Events:
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         trainer = self._trainer
-        run = trainer._get_output_dir(getattr(trainer, "_trial", None))  # of a hyperparameter search, a folder each
+        run = trainer._get_output_dir(getattr(trainer, "_trial", None))  # a hyperparameter search has one per trial
         folder = os.path.join(run, f"checkpoint-{state.global_step}", _FOLDER)
         with self._averaged():
-            trainer.save_model(folder, _internal_call=True)  # on all ranks; it chooses who writes
+            trainer.save_model(folder, _internal_call=True)  # on all ranks; the Trainer decides which rank writes
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._training = False

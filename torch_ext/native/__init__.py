@@ -1,1 +1,1 @@
-"""The C library: how it is found, its constants, structs and operators as Python sees them."""
+"""Bindings of the C library: finds and loads it, and mirrors its constants, structs and operators."""

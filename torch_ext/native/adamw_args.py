@@ -1,6 +1,7 @@
-"""The arguments of the library's tx_adamw, for who calls it without torch.
+"""The argument structs of the C function tx_adamw, for calls that do not go through torch's dispatcher.
 
-Arguments are made once and called many times; what they point to must stay as long as they are used, and where it is.
+A struct is filled once and passed to many calls. The memory that it points to must stay alive, at the same address, as
+long as the struct is used.
 """
 
 import ctypes
@@ -15,11 +16,12 @@ from torch_ext.native import dtypes, library, structs
 
 @structs.mirror("tx_tensor")
 class TensorArgument(library.Struct):
-    """A flat run of elements."""
+    """tx_tensor: address, number of elements and dtype of contiguous memory."""
 
 
 def argument(t: Tensor | None) -> TensorArgument:
-    """A dense tensor on the host, in memory order. None, or one without elements: "none"."""
+    """Returns the memory of a dense CPU tensor, in memory order. None and tensors without elements give an all-zero
+    struct, C's "none". Raises TypeError for other devices and for dtypes that the library does not know."""
     if t is None or t.numel() == 0:
         return TensorArgument()
     dtype = dtypes.code_of(t.dtype)
@@ -29,12 +31,12 @@ def argument(t: Tensor | None) -> TensorArgument:
 
 
 def elsewhere(t: Tensor) -> TensorArgument:
-    """A dense tensor in memory order, on any device."""
+    """Returns the memory of a dense tensor on any device, in memory order."""
     return TensorArgument(t.data_ptr(), t.numel(), dtypes.code_of(t.dtype) or 0)
 
 
 def counter(address: int) -> TensorArgument:
-    """An int64 there."""
+    """Returns a tensor of one int64 at this address."""
     return TensorArgument(address, 1, dtypes.code_of(torch.int64))
 
 
@@ -44,22 +46,23 @@ def arguments(tensors: Sequence[Tensor | None]) -> "ctypes.Array[TensorArgument]
 
 @structs.mirror("tx_adamw_args", addresses=True)
 class AdamWArguments(library.Struct):
-    """Pointers are addresses: whoever sets one keeps what it points to, unless `point` does."""
+    """tx_adamw_args. Pointers are plain addresses. The struct keeps alive the arrays that `point` sets; for any other
+    pointer, its caller must keep the memory alive."""
 
     def __init__(self, n: int) -> None:
-        """Of n parameters; everything else is zero."""
+        """Sets `size` and the number of parameters n; everything else is zero."""
         super().__init__(ctypes.sizeof(AdamWArguments), n)
         self._kept: dict[str, object] = {}
 
     def point(self, name: str, tensors: Sequence[Tensor | None]) -> None:
-        """Sets a list of tensors, one for each parameter or group; NULL where there is none."""
+        """Points the field `name` at an array with one tensor for each parameter or group; NULL if all are None."""
         wanted = any(t is not None for t in tensors)
         self._kept[name] = array = arguments(tensors if wanted else [])
         setattr(self, name, ctypes.addressof(array) if wanted else None)
 
     def point_states(self, rows: Sequence[Sequence[Tensor | None]]) -> None:
-        """The state of each parameter, in the order of a row of `slices` of adamw_flat_, whose last columns may be left
-        out."""
+        """Sets the fields of the optimizer states. rows: one per parameter, in the order of a row of adamw_flat_'s
+        `slices`; the last columns may be left out."""
         for name, tensors in zip(_STATES, zip(*rows, strict=True), strict=False):
             self.point(name, tensors)
 
@@ -72,12 +75,13 @@ _STATES = (
 
 @functools.cache
 def adamw_check() -> Callable[[int, int], int]:
-    """tx_adamw_check: takes the addresses of AdamWArguments and of a library.Error. Returns the status."""
+    """Returns tx_adamw_check, which takes the addresses of AdamWArguments and of a library.Error, and returns the
+    status."""
     return library.function("tx_adamw_check", *[ctypes.c_void_p] * 2, restype=ctypes.c_int32, brief=True)
 
 
 @functools.cache
 def adamw() -> Callable[[int, None, int], int]:
-    """tx_adamw: takes the addresses of AdamWArguments and of a library.Error, and runs on this thread, without the
-    interpreter's lock. Returns the status, for library.check."""
+    """Returns tx_adamw, which takes the addresses of AdamWArguments and of a library.Error (None between them) and
+    returns the status, for library.check. It runs on the calling thread and releases the GIL."""
     return library.function("tx_adamw", *[ctypes.c_void_p] * 3, restype=ctypes.c_int32)

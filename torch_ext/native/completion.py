@@ -1,11 +1,11 @@
-"""Work that an interrupt must not leave half done."""
+"""Runs work that an interrupt (Ctrl-C) must not leave half done."""
 
 from collections.abc import Callable
 
 
 def complete(work: Callable[[], None]) -> None:
-    """Calls it; where it raises, Ctrl-C say, once more, before the error is raised. Must be able to go on, or to begin
-    anew, wherever it was stopped."""
+    """Calls `work`. If it raises (KeyboardInterrupt, say), calls it a second time before the error is re-raised.
+    `work` must be able to continue, or to start over, wherever it was stopped."""
     try:
         work()
     except BaseException:

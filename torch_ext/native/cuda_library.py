@@ -1,4 +1,4 @@
-"""libtorch_ext_cuda.so: where it is, what it was built for, and whether a device here can run it."""
+"""Finds libtorch_ext_cuda.so and says what it was built for, and whether a device of this machine can run it."""
 
 import contextlib
 import ctypes
@@ -23,23 +23,26 @@ class _AboutThis(library.Struct):
 
 
 class About(NamedTuple):
+    """What the CUDA library was built for, and what it found on this machine."""
+
     path: str
     built_with: str  # "13.0"
-    driver: str  # the newest CUDA that it runs; empty: there is no driver
+    driver: str  # the newest CUDA version that the driver supports; empty: there is no driver
     devices: int
     architectures: str
     why_not: str  # why no device can be used; empty where one can
 
 
 def path() -> str:
-    """Loads it. RuntimeError says where it was searched for and how to get it, or what is wrong with the file."""
+    """Loads the library and returns its path. Raises RuntimeError that says where it was searched for and how to get
+    it, or what is wrong with the file."""
     found = ctypes.create_string_buffer(4096)
     library.function("tx_torch_cuda_library", ctypes.c_char_p, ctypes.c_int64)(found, len(found))
     return found.value.decode()
 
 
 def about() -> About:
-    """Raises RuntimeError where there is none, as `path` does."""
+    """Returns what the library says of itself and of the driver. Raises RuntimeError as `path` does."""
     where = path()
     what, error = _AboutThis(size=ctypes.sizeof(_AboutThis)), library.Error()
     library.check(ctypes.CDLL(where).tx_cuda_about_this(ctypes.byref(what), ctypes.byref(error)), error)
@@ -55,8 +58,10 @@ def about() -> About:
 
 @contextlib.contextmanager
 def relaxed() -> Iterator[None]:
-    """Inside, this thread may query events while another one captures a CUDA graph in the "global" mode, torch's
-    default. Otherwise that would end the capture. For events of work that is not captured. Raises as `path` does."""
+    """Context in which this thread may query CUDA events while another thread captures a CUDA graph.
+
+    In the "global" capture mode, torch's default, such a query would otherwise invalidate the capture. Only for events
+    of work that is not captured itself. Raises RuntimeError as `path` does."""
     exchange = _exchange_capture_mode()
     mode, error = ctypes.c_int32(_RELAXED), library.Error()
     library.check(exchange(ctypes.byref(mode), ctypes.byref(error)), error)
@@ -76,5 +81,5 @@ def _exchange_capture_mode() -> Callable[..., int]:
 
 
 def _dotted(version: int) -> str:
-    """CUDA counts 13000 for 13.0."""
+    """Returns "13.0" for CUDA's number 13000."""
     return f"{version // 1000}.{version % 1000 // 10}"

@@ -1,9 +1,10 @@
-"""Operators past torch's dispatcher, where nobody on the way would do anything.
+"""Runs operators without torch's dispatcher, where no other dispatch key would do anything.
 
-A call through torch.ops makes a handle of every tensor of every list: 0.3 us each, half of a step of many small
-tensors. Here C reads the tensors from Python's objects (DLPack's table of functions), each time anew, and runs the same
-function. Whoever may listen to operators gets them as before: modes, transforms, tracing, the profiler,
-tensors of other classes; and so does a call that C does not take, whose error torch's operator raises.
+A call through torch.ops makes a handle of every tensor of every list. That takes 0.3 us per tensor, half of a step of
+many small tensors. Here C reads the tensors from the Python objects at every call, by DLPack's table of functions, and
+runs the same function. Anything that intercepts operators (modes, transforms, tracing, the profiler, tensor subclasses)
+still sees them: such calls go through torch's dispatcher. So do calls whose arguments C rejects; the dispatcher's
+operator then raises the error.
 """
 
 import ctypes
@@ -17,16 +18,17 @@ from torch import Tensor
 from torch_ext.native import library
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-"""Whose operators nobody overrides."""
+"""The tensor classes that override no operators; C compares types with exactly these."""
 
 _included = torch._C._dispatch_tls_local_include_set
-_QUIET = _included().raw_repr()
-"""What a thread includes by itself: transforms, functionalization, tracing and modes include more."""
+_PLAIN_KEYS = _included().raw_repr()
+"""The dispatch keys that a plain thread includes. Transforms, functionalization, tracing and modes include more."""
 
 
-def _nobody_listens() -> bool:
+def _none_intercepts() -> bool:
+    """Whether no mode, transform, tracer or profiler is active on this thread."""
     return (
-        _included().raw_repr() == _QUIET
+        _included().raw_repr() == _PLAIN_KEYS
         and torch._C._len_torch_function_stack() == 0
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch._C._autograd._profiler_enabled()
@@ -35,7 +37,7 @@ def _nobody_listens() -> bool:
 
 @functools.cache
 def caller() -> Callable[..., int] | None:
-    """tx_torch_call, or None: this torch, or this process, shows C no tensors."""
+    """Returns tx_torch_call; None if this torch has no DLPack table, or this process lacks a symbol that C needs."""
     capsule = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     if capsule is None:
         return None
@@ -54,7 +56,7 @@ def caller() -> Callable[..., int] | None:
 
 
 Order: TypeAlias = "ctypes.Array[ctypes.c_int32]"
-"""See tx_adamw_args.order."""
+"""Memory in which an operator notes the order of its tensors' addresses for the next call (tx_adamw_args.order)."""
 
 
 def order_for(params: int) -> Order:
@@ -62,12 +64,13 @@ def order_for(params: int) -> Order:
 
 
 def run(row: int, name: str, arguments: Sequence[Any], order: "Order | None" = None) -> bool:
-    """Whether the operator, which is that row of C's table, was run; else torch's dispatcher has to be asked.
+    """Runs the operator and returns True; returns False if it has to be called through torch's dispatcher.
 
-    arguments: a tuple. order: of calls of this one. RuntimeError as the operator's.
+    row: its row in C's table. arguments: a tuple. order: from `order_for`, the same in repeated calls for the same
+    tensors. Raises the operator's RuntimeError.
     """
     call = caller()
-    if call is None or not _nobody_listens():
+    if call is None or not _none_intercepts():
         return False
     taken, error = ctypes.c_int32(), library.Error()
     nbytes = 0 if order is None else ctypes.sizeof(order)

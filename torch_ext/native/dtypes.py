@@ -1,4 +1,5 @@
-"""torch dtypes and the dtype names of configurations, by the table of the C library (csrc/core/dtypes.def)."""
+"""Translates between torch dtypes, the C library's codes and the dtype names of configurations. The table is C's
+(csrc/core/dtypes.def)."""
 
 import ctypes
 import functools
@@ -12,7 +13,7 @@ from torch_ext.native import library
 
 @functools.cache
 def _codes() -> dict[int, torch.dtype]:
-    """Code of tx_dtype -> torch dtype, for the codes that this torch has."""
+    """Returns tx_dtype code -> torch dtype, for the dtypes that this torch has."""
     torch_name = library.function("tx_dtype_torch_name", ctypes.c_int32, restype=ctypes.c_char_p)
     codes: dict[int, torch.dtype] = {}
     code = 1
@@ -30,17 +31,17 @@ def _codes_of_dtypes() -> dict[torch.dtype, int]:
 
 
 def code_of(dtype: torch.dtype) -> int | None:
-    """The library's code (tx_dtype) of a torch dtype; None for a dtype that it does not know."""
+    """Returns the library's code (tx_dtype) of a torch dtype; None for a dtype that the library does not know."""
     return _codes_of_dtypes().get(dtype)
 
 
 def dtype_of(code: int) -> torch.dtype | None:
-    """The torch dtype of a code; None for TX_NONE."""
+    """Returns the torch dtype of a code; None for TX_NONE."""
     return _codes()[code] if code else None
 
 
 def name_of(dtype: torch.dtype | None) -> str | None:
-    """The name that configurations use: "bf16" for torch.bfloat16; None for None."""
+    """Returns the name that configurations use: "bf16" for torch.bfloat16; None for None."""
     if dtype is None:
         return None
     name = library.function("tx_dtype_name", ctypes.c_int32, restype=ctypes.c_char_p)
@@ -48,16 +49,16 @@ def name_of(dtype: torch.dtype | None) -> str | None:
 
 
 def c_text(text: str) -> bytes:
-    """UTF-8 for a `const char *`; a NUL inside would hide what follows it."""
+    """Returns UTF-8 for a `const char *`. A NUL is escaped: C would not see the text after it."""
     return text.replace("\0", "\\0").encode("utf-8", "replace")
 
 
 def coerce_dtypes(mapping: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A copy of a configuration in which the dtype names are torch dtypes.
+    """Returns a copy of a configuration in which dtype names are replaced by torch dtypes.
 
     Only keys that end in "_dtype" are touched. Names are stripped and compared without case: fp32|float32|float,
     bf16|bfloat16, fp16|float16|half, fp8|float8|uint8 (torch.uint8, how 8-bit state is stored); "auto" becomes None. A
-    torch.dtype is checked like a name; None and values of other types pass through. None instead of a mapping gives {}.
+    torch.dtype is checked like a name. None and values of other types stay. None instead of a mapping gives {}.
 
     Raises ValueError, naming the key, the value and what is legal, for an unknown name and for a dtype that the key
     does not take (main_params_dtype, exp_avg_dtype and exp_avg_sq_dtype have legal sets).

@@ -1,7 +1,7 @@
-"""What a step cannot do while it is captured into a CUDA graph, refused before anything is written.
+"""Rejects what a step cannot do while it is captured into a CUDA graph, before anything is written.
 
-A replay repeats the device's work and runs nothing on the host: numbers that were read while capturing stay the same,
-and what waits for the device cannot be captured at all.
+A replay repeats the device's work and runs nothing on the host. So numbers that the host read during the capture never
+change again, and waiting for the device cannot be captured at all.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether the device's current stream is captured into a CUDA graph now."""
+    """Whether the device's current stream is being captured into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -26,9 +26,11 @@ def refuse(
     measures: bool,
     grad_scale: Any,
 ) -> None:
-    """RuntimeError for a value that replays would keep though it is meant to change (an lr that is a number, any other
-    hyper-parameter that is a tensor), and for what waits for the device. stateless: there is no state yet. offloaded:
-    some of it is on the host. measures: the step was asked to."""
+    """Raises RuntimeError if the step cannot be captured.
+
+    Rejected are values that are meant to change but would stay the same in every replay (an lr that is a number, any
+    other hyper-parameter that is a tensor), and everything that waits for the device. stateless: the optimizer has no
+    state yet. offloaded: some of its state is on the host. measures: measure_health() was called for this step."""
     begin = "the step is being captured into a CUDA graph, and "
     if stateless:
         raise RuntimeError(

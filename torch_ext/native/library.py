@@ -1,7 +1,7 @@
-"""Loads libtorch_ext.so, and calls its C functions.
+"""Loads libtorch_ext.so and calls its C functions.
 
-The library is one file for every Python and every torch >= 2.10: plain C, called through ctypes. Nothing here knows
-what a function does; a module that needs one declares it with `function` and mirrors its structs with
+The library is one file for every Python and every torch >= 2.10: plain C, called through ctypes. This module knows no
+particular function. A module that needs a C function declares it with `function`, and its structs with
 `structs.mirror`.
 """
 
@@ -14,13 +14,14 @@ from torch_ext.native import constants, paths
 
 
 class Struct(ctypes.Structure):
-    """A mirror of the C struct named `c_name`; tests/torch/test_abi.py compares every field with the header."""
+    """Base of the mirrors of C structs. `c_name` is the struct's name in C; tests/torch/test_abi.py compares every
+    field with the header."""
 
     c_name: str
 
 
 class Error(Struct):
-    """tx_error: the message of a call that failed."""
+    """tx_error, the message of a failed call."""
 
     c_name = "tx_error"
     _fields_ = [("message", ctypes.c_char * 1024)]
@@ -34,7 +35,7 @@ class Status:
     """The `restype` of functions that return a tx_status and take a tx_error last."""
 
 
-# By the hundreds of tx_status, with the exceptions to the rule first.
+# The hundreds of a tx_status give the exception's type; _EXCEPTIONS has the statuses that deviate from that.
 _EXCEPTIONS: dict[int, type[Exception]] = {
     constants.ERROR_DTYPE: TypeError,
     constants.ERROR_DEVICE: RuntimeError,
@@ -45,7 +46,7 @@ _EXCEPTIONS_BY_GROUP: dict[int, type[Exception]] = {1: ValueError, 2: ValueError
 
 
 def check(status: int, error: Error) -> None:
-    """Raises what fits the status, with the library's message; nothing for TX_OK."""
+    """Raises the exception that belongs to the status, with the library's message; does nothing for TX_OK."""
     if status:
         kind = _EXCEPTIONS.get(status) or _EXCEPTIONS_BY_GROUP.get(status // 100, RuntimeError)
         raise kind(error.text)
@@ -53,14 +54,14 @@ def check(status: int, error: Error) -> None:
 
 @functools.cache
 def function(name: str, *argtypes: Any, restype: Any = Status, brief: bool = False) -> Callable[..., Any]:
-    """The C function `name` as a Python callable, made once.
+    """Returns the C function `name` as a Python callable (cached).
 
-    brief: it takes a microsecond or so, and keeps the interpreter's lock; others let it go, and a thread that lets it
-    go for no more than that may have to wait a hundred times as long until it has it again.
+    brief: keep the GIL during the call. For functions that take about a microsecond: a thread that released the GIL
+    for so short a time may wait a hundred times as long to get it back. All other functions release the GIL.
 
     With the default restype the function's last C parameter is the tx_error: leave it out of `argtypes` and of calls; a
     status other than TX_OK raises ValueError, TypeError (dtypes), MemoryError or RuntimeError with the message.
-    Raises ImportError where the library has no such function.
+    Raises ImportError if the library has no such function.
     """
     try:
         symbol = (_library_with_lock() if brief else _library())[name]
@@ -81,7 +82,7 @@ def function(name: str, *argtypes: Any, restype: Any = Status, brief: bool = Fal
 
 
 def other_build(name: str) -> ImportError:
-    """What to raise where this package calls something that the library lacks."""
+    """Returns the error for a function, struct or operator that the loaded library lacks."""
     return ImportError(
         f"{paths.library_path()} has no {name}: it was built from other sources than the package in {paths.PACKAGE}. "
         "Build it again with `bazel build //:torch_ext`, or install the wheel anew."
@@ -99,9 +100,9 @@ def _library_with_lock() -> ctypes.PyDLL:
 
 
 def register() -> None:
-    """Registers the operators with the torch that is imported; once per process, later calls do nothing.
+    """Registers the operators with the imported torch. Only the first call in a process does anything.
 
-    Raises ImportError where torch is not imported, or too old: the message names the symbol it lacks.
+    Raises ImportError if torch is not imported, or too old: the message names the symbol that it lacks.
     """
     try:
         function("tx_torch_register")()
@@ -110,13 +111,13 @@ def register() -> None:
 
 
 def version() -> str:
-    """Of the library that is loaded, "major.minor.patch": csrc/torch_ext_types.h's TX_VERSION_*."""
+    """Returns the loaded library's version, "major.minor.patch" (TX_VERSION_* of csrc/torch_ext_types.h)."""
     number = function("tx_version", restype=ctypes.c_uint32)()
     return f"{number >> 16}.{number >> 8 & 0xFF}.{number & 0xFF}"
 
 
 def operators() -> dict[str, str]:
-    """Name ("adamw_") -> schema ("adamw_(Tensor(a!)[] params, ...) -> ()"), in the order of the C table."""
+    """Returns operator name ("adamw_") -> schema ("adamw_(Tensor(a!)[] params, ...) -> ()"), in C's order."""
     name_of = function("tx_operator_name", ctypes.c_int32, restype=ctypes.c_char_p)
     schema_of = function("tx_operator_schema", ctypes.c_int32, restype=ctypes.c_char_p)
     table: dict[str, str] = {}
@@ -126,7 +127,7 @@ def operators() -> dict[str, str]:
 
 
 def __getattr__(name: str) -> ctypes.CDLL:
-    """`lib`: the loaded library, for functions without a wrapper."""
+    """Returns the loaded library as `lib`, for functions without a wrapper."""
     if name == "lib":
         return _library()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""NCCL without torch.distributed: the library that was found, and one rank's communicator (torch_ext_advanced.h, 4)."""
+"""NCCL without torch.distributed: finds the library, and wraps one rank's communicator (torch_ext_nccl.h)."""
 
 import ctypes
 import functools
@@ -13,32 +13,34 @@ ID_BYTES, RECORDS = 128, 64  # TX_NCCL_ID_BYTES, TX_NCCL_RECORDS
 RECORD_BYTES = 128
 
 PATH_VARIABLE = "TORCH_EXT_NCCL"
-"""The environment's word for a libnccl.so.2, where the process has not loaded one already."""
+"""Environment variable: the path of a libnccl.so.2 to use if the process has not loaded one already."""
 
 
 @structs.mirror("tx_nccl_about")
 class About(library.Struct):
-    """What library was found."""
+    """tx_nccl_about: the NCCL library that was found."""
 
 
 @structs.mirror("tx_nccl_comm_args")
 class CommArgs(library.Struct):
-    """Of a new communicator."""
+    """tx_nccl_comm_args: the arguments of a new communicator."""
 
 
 @structs.mirror("tx_nccl_message")
 class Message(library.Struct):
-    """Bytes to send and where to receive; addresses in device memory."""
+    """tx_nccl_message: what to send and where to receive; addresses in device memory."""
 
 
 @structs.mirror("tx_nccl_memory")
 class Memory(library.Struct):
-    """Device memory of a communicator."""
+    """tx_nccl_memory: device memory that belongs to a communicator."""
 
 
 class Found(NamedTuple):
+    """The NCCL library in use."""
+
     handle: int
-    """tx_nccl *."""
+    """Address of the library's tx_nccl."""
     version: int
     path: str
     windows: bool
@@ -49,18 +51,20 @@ class Found(NamedTuple):
 
 @functools.cache
 def find() -> Found:
-    """torch's, if this process has loaded it; else TORCH_EXT_NCCL's; else the Python package's; else the system's. It
-    stays loaded. RuntimeError where there is none, or one that is too old, which says what to do."""
+    """Returns the NCCL library, which stays loaded.
+
+    Searched in this order: torch's, if this process has loaded it; the path in TORCH_EXT_NCCL; the Python package's;
+    the system's. Raises RuntimeError, which says what to do, if there is none or it is too old."""
     handle, about = ctypes.c_void_p(), About(size=ctypes.sizeof(About))
-    path = os.environ.get(PATH_VARIABLE) or _of_package()
+    path = os.environ.get(PATH_VARIABLE) or _path_in_package()
     _function("tx_nccl_open", ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p))(path and path.encode(), handle)
     _function("tx_nccl_about_this", ctypes.c_void_p, ctypes.POINTER(About))(handle, about)
     assert handle.value is not None
     return Found(handle.value, about.version, about.path.decode(), bool(about.windows))
 
 
-def _of_package() -> str | None:
-    """nvidia-nccl-cu13's or -cu12's, beside torch."""
+def _path_in_package() -> str | None:
+    """Returns the libnccl.so.2 of the Python package nvidia-nccl-cu13 or -cu12, if one is installed."""
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         path = os.path.join(folder, "nccl", "lib", "libnccl.so.2")
@@ -70,7 +74,7 @@ def _of_package() -> str | None:
 
 
 def describe() -> list[tuple[str, str]]:
-    """What was found, or why nothing, in lines of a name and a value, for people."""
+    """Returns what was found, or why nothing was, as lines of a name and a value for printing."""
     try:
         found = find()
     except RuntimeError as refusal:
@@ -80,7 +84,7 @@ def describe() -> list[tuple[str, str]]:
 
 
 class Comm:
-    """One rank's communicator. Used by one thread at a time, but for `check` and `abort`."""
+    """One rank's communicator. Only one thread at a time may use it, except for `check` and `abort`."""
 
     def __init__(
         self,
@@ -91,8 +95,11 @@ class Comm:
         gather_id: bytes | None = None,
         multiprocessors: int = 0,
     ) -> None:
-        """Waits for every rank; timeout: for how many seconds, here and whenever NCCL is slow to take an operation.
-        gather_id, multiprocessors: of all-gathers with a communicator of their own (tx_nccl_comm_args)."""
+        """Creates the communicator and waits for every rank.
+
+        timeout: how many seconds to wait, here and whenever NCCL is slow to accept an operation. gather_id: if given,
+        all-gathers get a second communicator with this id. multiprocessors: how many the device has; with a gather_id
+        the kernels of each communicator use a limited part of them (tx_nccl_comm_args)."""
         arguments = CommArgs(
             size=ctypes.sizeof(CommArgs),
             library=find().handle,
@@ -126,14 +133,15 @@ class Comm:
         )
 
     def allocate(self, nbytes: int) -> int:
-        """The address of device memory, a symmetric window where NCCL has them; every rank calls it. Until `close`."""
+        """Returns the address of new device memory, valid until `close`. It is a symmetric window if this NCCL has
+        them. A collective call: every rank makes it."""
         memory = Memory(size=ctypes.sizeof(Memory), bytes=nbytes)
         _function("tx_nccl_memory_new", ctypes.c_void_p, ctypes.POINTER(Memory))(self._handle, memory)
         self._memories.append(memory)
         return int(memory.data)
 
     def check(self) -> None:
-        """RuntimeError where NCCL reports an error, or somebody aborted."""
+        """Raises RuntimeError if NCCL reports an error, or `abort` was called."""
         _function("tx_nccl_comm_check", ctypes.c_void_p)(self._handle)
 
     def abort(self, why: str) -> None:
@@ -141,7 +149,7 @@ class Comm:
         abort(self._handle, why.encode())
 
     def digest(self) -> tuple[int, int]:
-        """How many operations there were, and a hash of them all (signed, as words travel)."""
+        """Returns how many operations were issued, and a hash of them all (signed, so that it fits an int64 word)."""
         count, digest = ctypes.c_int64(), ctypes.c_int64()
         _function("tx_nccl_digest", ctypes.c_void_p, ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_int64))(
             self._handle, count, digest
@@ -149,13 +157,13 @@ class Comm:
         return count.value, digest.value
 
     def records(self) -> bytes:
-        """Of the last operations."""
+        """Returns the records of the last RECORDS operations, for `compare`."""
         found = ctypes.create_string_buffer(RECORDS * RECORD_BYTES)
         _function("tx_nccl_records", ctypes.c_void_p, ctypes.c_char_p)(self._handle, found)
         return found.raw
 
     def close(self) -> None:
-        """Without the other ranks; nothing is under way."""
+        """Frees the communicator and its memory. Not a collective call. No operation may be running."""
         self.abort("it was closed")
         free = library.function("tx_nccl_memory_free", ctypes.c_void_p, ctypes.POINTER(Memory), restype=None)
         for memory in self._memories:
@@ -166,14 +174,14 @@ class Comm:
 
 
 def unique_id() -> bytes:
-    """Which one rank makes for all."""
+    """Returns a new communicator's id. One rank calls this and sends the id to all others."""
     made = ctypes.create_string_buffer(ID_BYTES)
     _function("tx_nccl_unique_id", ctypes.c_void_p, ctypes.c_char_p)(find().handle, made)
     return made.raw
 
 
 def compare(records: Sequence[bytes]) -> None:
-    """RuntimeError that names the first operation in which the ranks' records differ."""
+    """Raises RuntimeError that names the first operation in which the ranks' records differ."""
     _function("tx_nccl_compare", ctypes.c_int64, ctypes.c_char_p)(len(records), b"".join(records))
 
 

@@ -1,7 +1,7 @@
-"""torch.ops.torch_ext from Python: registers what C cannot, and calls operators.
+"""Registers and calls the operators torch.ops.torch_ext.*.
 
-Importing this module registers everything, once. C registers schemas and kernels; this module, for each operator of C's
-table, the fake kernel (for tracing) and the kernels that autograd needs.
+Importing this module registers everything, once. C registers schemas and kernels. This module adds, for each operator
+of C's table, the fake kernel (for tracing) and the kernels that autograd needs.
 """
 
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ NAMESPACE = "torch_ext"
 
 
 def _fake(name: str) -> Any:
-    """Every operator returns () and has its effect on memory only: under tracing there is nothing to compute."""
+    """Returns the fake kernel. Operators return () and only write memory, so there is nothing to compute in tracing."""
 
     def kernel(*_arguments: Any, **_options: Any) -> None:
         try:
@@ -29,10 +29,11 @@ def _fake(name: str) -> Any:
 
 
 def _versioned(overload: Any, written: tuple[int, ...]) -> Any:
-    """The ADInplaceOrView kernel, which increments the versions of written tensors as torch's own in-place operators
-    do, so that a backward that saved the old value fails instead of using the new one. Not in C: no function of torch's
-    C ABI increments a version, and an operator that does nothing else (conj_physical_) takes 0.33 us per tensor, three
-    times as long as the operator itself.
+    """Returns the ADInplaceOrView kernel, which increments the version counters of written tensors.
+
+    torch's own in-place operators do the same, so that a backward that saved the old value fails instead of using the
+    new one. Not in C: no function of torch's C ABI increments a version counter, and an in-place operator that does
+    nothing else (conj_physical_) takes 0.33 us per tensor, three times as long as our operator itself.
     """
 
     def kernel(keys: Any, *arguments: Any) -> None:
@@ -44,7 +45,8 @@ def _versioned(overload: Any, written: tuple[int, ...]) -> Any:
 
 
 def _written(overload: Any, written: tuple[int, ...], arguments: tuple[Any, ...]) -> list[torch.Tensor]:
-    """The tensors at these positions. RuntimeError where the first argument has inference tensors."""
+    """Returns the tensors at the positions `written`. Raises RuntimeError if the first of these arguments has inference
+    tensors."""
     tensors: list[torch.Tensor] = []
     for i in written:
         value = arguments[i]
@@ -62,12 +64,16 @@ _ADINPLACE = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
 class _Operator(NamedTuple):
-    row: int  # of C's table
+    """A registered operator."""
+
+    row: int  # row of the operator in C's table
     overload: Any  # torch._ops.OpOverload
     written: tuple[int, ...]  # positions of the arguments that the schema marks as written
 
 
 def _register() -> tuple[dict[str, _Operator], list[torch.library.Library]]:
+    """Registers C's operators with torch, and the kernels that C cannot register. Returns the operators by name, and
+    the torch.library.Library objects that own the registrations."""
     library.register()
     # A Library owns its registrations: both live as long as this module.
     fakes = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -92,19 +98,19 @@ _OPERATORS, _LIBRARIES = _register()
 def call(name: str, *arguments: Any) -> None:
     """Runs torch.ops.torch_ext.<name>, arguments in the order of its schema. Empty lists are fine.
 
-    Raises RuntimeError with the library's message, after which nothing was written.
+    Raises RuntimeError with the library's message; nothing was written then.
     """
     row, overload, positions = _operator(name)
     written = _written(overload, positions, arguments)
     if not direct_call.run(row, name, arguments):
-        with torch._C._ExcludeDispatchKeyGuard(_ADINPLACE):  # a third faster than the kernel that does the same
+        with torch._C._ExcludeDispatchKeyGuard(_ADINPLACE):  # its kernel is a third slower than what follows
             overload(*arguments)
     torch.autograd.graph.increment_version(written)
 
 
 def call_unversioned(name: str, *arguments: Any, order: "direct_call.Order | None" = None) -> None:
-    """As `call`, but increments no version counter: for operators that only count here, and for callers that increment
-    versions themselves. order: see `direct_call.run`."""
+    """Like `call`, but increments no version counter. For calls that write no weights (they only count or measure), and
+    for callers that increment versions themselves. order: see `direct_call.run`."""
     row, overload, _ = _operator(name)
     if not direct_call.run(row, name, arguments, order):
         with torch._C._ExcludeDispatchKeyGuard(_ADINPLACE):
@@ -119,8 +125,10 @@ def _operator(name: str) -> _Operator:
 
 
 def _refuse_inference_tensors(overload: Any, position: int, targets: list[torch.Tensor]) -> None:
-    """RuntimeError as for `tensor.add_(1)`. Only of the first argument that is written, which is the user's (the others
-    are its state): checking a tensor takes as long as the operator takes for it."""
+    """Raises RuntimeError for inference tensors, as torch does for `tensor.add_(1)`.
+
+    Only the first written argument is checked: it is the user's, the others are optimizer state. Checking a tensor
+    takes as long as the operator itself takes for it."""
     if torch.is_inference_mode_enabled() or not any(map(torch.Tensor.is_inference, targets)):
         return
     index = [t.is_inference() for t in targets].index(True)

@@ -1,10 +1,11 @@
-"""Where the libraries and the headers of the C interface are: in a wheel, in Bazel's runfiles, in the repository."""
+"""Finds the libraries and the headers of the C interface: in a wheel, in Bazel's runfiles, or in the repository."""
 
 import functools
 import os
 from collections.abc import Iterable
 
-# The folder torch_ext. Not realpath: under Bazel the library lies beside the link.
+# The folder torch_ext. Not realpath: under Bazel this file is a symbolic link, and the library is near the link, not
+# near its target.
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _FOLDERS = (
     PACKAGE,  # a wheel
@@ -15,17 +16,18 @@ _FOLDERS = (
 
 @functools.cache
 def library_path() -> str:
-    """The file that holds the operators, for `torch.ops.load_library(torch_ext.library_path())`.
+    """Returns the file that holds the operators, for `torch.ops.load_library(torch_ext.library_path())`.
 
-    Raises ImportError where it was not built.
+    Raises ImportError if it was not built.
     """
     return _built("libtorch_ext.so", "torch_ext")
 
 
 def delta_library_path() -> str:
-    """libtorch_ext_delta.so, which has the functions of torch_ext_delta.h and torch_ext_types.h alone: for engines.
+    """Returns the path of libtorch_ext_delta.so, for inference engines: it has only the functions of torch_ext_delta.h
+    and torch_ext_types.h.
 
-    Raises ImportError where it was not built.
+    Raises ImportError if it was not built.
     """
     return _built("libtorch_ext_delta.so", "libtorch_ext_delta.so")
 
@@ -40,16 +42,16 @@ def _built(name: str, target: str) -> str:
 
 
 def _find(name: str, folders: Iterable[str]) -> str | None:
-    """The path of the first such file."""
+    """Returns the path of the file in the first of the folders that has it."""
     files = (os.path.join(folder, name) for folder in folders)
     return next(filter(os.path.isfile, files), None)
 
 
 def get_include() -> str:
-    """The folder with torch_ext.h and the other headers of the C interface, for a C or C++ compiler's -I.
+    """Returns the folder with torch_ext.h and the other headers of the C interface, for a C or C++ compiler's -I.
 
-    `python -m torch_ext config --cflags --libs` prints it, and where the library is, as a compiler takes them.
-    Raises ImportError where it is not there.
+    `python -m torch_ext config --cflags --libs` prints this folder and the library's as compiler flags.
+    Raises ImportError if there is none.
     """
     root = os.path.dirname(PACKAGE)
     folders = (os.path.join(PACKAGE, "include"), os.path.join(root, "csrc"))  # a wheel; the repository

@@ -1,7 +1,7 @@
-"""Tensors in as few bytes as their exponents take, and back: tx_planes_encode and tx_planes_decode
-(csrc/torch_ext_advanced.h).
+"""Lossless compression of tensors, which shortens their exponents: tx_planes_encode and tx_planes_decode
+(csrc/torch_ext_compress.h).
 
-Tensors are on the host and contiguous. The interpreter's lock is let go meanwhile.
+Tensors are contiguous, on the CPU. The calls release the GIL.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ from torch_ext.native import dtypes, library, structs
 from torch_ext.native.adamw_args import TensorArgument
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int16, torch.uint8)
-"""Of values that can be encoded."""
+"""The dtypes that can be encoded."""
 
 
 @structs.mirror("tx_planes")
@@ -26,7 +26,7 @@ class _Planes(library.Struct):
 
 
 class Message(NamedTuple):
-    """What the header of a message says."""
+    """The contents of a message's header."""
 
     dtype: torch.dtype
     numel: int
@@ -39,13 +39,13 @@ def _c(t: Tensor) -> TensorArgument:
 
 
 def bound(dtype: torch.dtype, numel: int) -> int:
-    """Bytes that always suffice for a message."""
+    """Returns the largest number of bytes that a message of `numel` elements can have."""
     found = library.function("tx_planes_bound", ctypes.c_int32, ctypes.c_int64, restype=ctypes.c_int64, brief=True)
     return int(found(dtypes.code_of(dtype), numel))
 
 
 def encode(values: Tensor) -> Tensor:
-    """The message, uint8, in memory of its own size."""
+    """Returns the message as a uint8 tensor of exactly its length."""
     out, length = torch.empty(bound(values.dtype, values.numel()), dtype=torch.uint8, device="cpu"), ctypes.c_int64()
     call = library.function("tx_planes_encode", TensorArgument, TensorArgument, ctypes.c_void_p)
     call(_c(values), _c(out), ctypes.byref(length))
@@ -53,7 +53,8 @@ def encode(values: Tensor) -> Tensor:
 
 
 def read(message: Tensor) -> Message:
-    """RuntimeError where the message is damaged, truncated or none; its blocks are not looked at."""
+    """Returns the header. Raises RuntimeError if it is damaged, the message is truncated, or this is no message. The
+    blocks are not checked."""
     found: Any = _Planes(size=ctypes.sizeof(_Planes))
     library.function("tx_planes_read", TensorArgument, ctypes.c_void_p)(_c(message), ctypes.byref(found))
     dtype = dtypes.dtype_of(found.dtype)
@@ -62,13 +63,13 @@ def read(message: Tensor) -> Message:
 
 
 def check(message: Tensor) -> None:
-    """RuntimeError, naming the block, where one has another checksum."""
+    """Raises RuntimeError, naming the block, if a block does not match its checksum."""
     call = library.function("tx_planes_check", TensorArgument, ctypes.c_int64, ctypes.c_int64)
     call(_c(message), 0, read(message).blocks)
 
 
 def decode(message: Tensor, begin: int, values: Tensor) -> None:
-    """Elements from `begin` on into `values`. RuntimeError where the message is damaged, ValueError where it does not
-    have them."""
+    """Decodes the elements from `begin` on into `values`. Raises RuntimeError if the message is damaged, ValueError if
+    it has fewer elements."""
     call = library.function("tx_planes_decode_range", TensorArgument, ctypes.c_int64, TensorArgument)
     call(_c(message), begin, _c(values))

@@ -1,11 +1,11 @@
-"""Public names that are imported when they are first used.
+"""Imports public names when they are first used.
 
 Note: one table of public names
 
-The table is the package's stub, __init__.pyi, which type checkers and editors read: each of its lines
-`from torch_ext.optim.adamw import AdamW as AdamW` is a public name and the module that has it. `import torch_ext` reads
-it, too, and imports such a module when one of its names is looked up; importing all of them takes longer than most
-programs that only want one.
+Importing every module takes longer than most programs that need only one name. So `import torch_ext` reads a table of
+names and modules, and imports a module when one of its names is looked up. The table is the package's stub,
+__init__.pyi, which type checkers and editors read, too: each of its lines
+`from torch_ext.optim.adamw import AdamW as AdamW` is a public name and the module that has it.
 """
 
 import ast
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def table(stub: str) -> dict[str, str]:
-    """Name -> module, of the stub at this path, in its order."""
+    """Returns name -> module of the stub at this path, in the stub's order."""
     with open(stub, encoding="utf-8") as file:
         tree = ast.parse(file.read(), stub)
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
@@ -23,7 +23,7 @@ def table(stub: str) -> dict[str, str]:
 
 
 def importer(modules: dict[str, str], namespace: dict[str, Any]) -> Callable[[str], Any]:
-    """The `__getattr__` of the package with these public names; what it finds it puts into the package's namespace."""
+    """Returns a package's `__getattr__` for these public names. It stores each value that it imports in `namespace`."""
 
     def __getattr__(name: str) -> Any:
         if name not in modules:

@@ -1,4 +1,4 @@
-"""ctypes mirrors of the C library's structs, made from what the library says of them (tx_struct_at)."""
+"""Builds ctypes mirrors of the C library's structs from the library's own description of them (tx_struct_at)."""
 
 import ctypes
 import functools
@@ -38,10 +38,10 @@ _TYPES: dict[str, Any] = {
     "char *": ctypes.c_char_p,
     "int64 *": ctypes.POINTER(ctypes.c_int64),
 }
-"""By the words of tx_struct_field; pointers that are not here and are to no mirror are addresses."""
+"""tx_struct_field's type -> ctypes type. A pointer that is neither here nor to a mirrored struct is an address."""
 
 _ELEMENTS: dict[str, Any] = {"char[]": ctypes.c_char, "uint64[]": ctypes.c_uint64}
-"""Of arrays."""
+"""The same for the elements of arrays."""
 
 _MIRRORS: dict[str, type[library.Struct]] = {}
 
@@ -56,11 +56,11 @@ def _described() -> dict[str, _Struct]:
 
 
 def mirror(c_name: str, *, addresses: bool = False, **functions: Any) -> Callable[[type[_Mirror]], type[_Mirror]]:
-    """A class decorator: gives a subclass of library.Struct the fields of the C struct `c_name`.
+    """A class decorator that gives a subclass of library.Struct the fields of the C struct `c_name`.
 
-    A pointer to a struct whose mirror was made before has that type, which keeps what it points to alive; any other is
-    an address, and so are all with addresses=True. functions: the types of fields that point to functions.
-    Raises ImportError where the library has no such struct, or ctypes lays it out in another way.
+    A pointer to a struct that already has a mirror gets a ctypes pointer type, which keeps its target alive. Any other
+    pointer is a plain address; with addresses=True all are. functions: the types of fields that point to functions.
+    Raises ImportError if the library has no such struct, or ctypes lays it out differently.
     """
 
     def fill(kind: type[_Mirror]) -> type[_Mirror]:

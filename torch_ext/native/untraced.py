@@ -1,7 +1,7 @@
-"""torch.compiler.disable for methods, applied when one of them is first looked up.
+"""torch.compiler.disable for methods, applied when such a method is first looked up.
 
-torch.compiler.disable imports torch._dynamo, which takes longer than importing torch_ext. Constructing any optimizer of
-torch imports it, too, so nothing is lost by doing it then instead of when a class is defined.
+torch.compiler.disable imports torch._dynamo, which takes longer than importing torch_ext. When a class is defined, that
+time would be lost. At the first lookup it is not: constructing any torch optimizer imports torch._dynamo, too.
 """
 
 import functools
@@ -18,12 +18,12 @@ _waiting: "list[tuple[type, str, _Untraced]]" = []
 
 
 def untraced(method: _F) -> _F:
-    """A method that torch.compile does not trace. Must be the outermost decorator in the body of a class."""
+    """Decorator of a method that torch.compile must not trace. Must be the outermost one, in the body of a class."""
     return cast(_F, _Untraced(method))
 
 
 class _Untraced:
-    """Stands for the method in its class until this or any other such method is looked up."""
+    """Placeholder for the method in its class, until any method decorated with `untraced` is looked up."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         functools.update_wrapper(cast(Any, self), method)
@@ -34,7 +34,7 @@ class _Untraced:
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         with _lock:
-            while _waiting:  # all of them: the next one may be looked up while torch.compile traces
+            while _waiting:  # replace all placeholders: the next lookup may be while torch.compile traces
                 holder, name, waiting = _waiting[-1]
                 waiting._method = torch.compiler.disable(waiting._method)
                 if holder.__dict__.get(name) is waiting:

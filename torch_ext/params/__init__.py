@@ -1,1 +1,1 @@
-"""Parameters: their groups and names, and which part of each lies on this rank."""
+"""Parameters: their groups and names, and which part of each this rank holds."""

@@ -1,4 +1,4 @@
-"""The hyper-parameters of a group: what is legal, and where their values start."""
+"""The hyper-parameters of a parameter group: their defaults, and checks of their values."""
 
 import ctypes
 import functools
@@ -16,38 +16,39 @@ from torch_ext.policy.policy import Policy
 Group: TypeAlias = dict[str, Any]
 
 ROUNDINGS = {"nearest": constants.NEAREST, "dithered": constants.DITHERED, "stochastic": constants.STOCHASTIC}
-# One value for all groups: the operator takes one of each per call.
+# These have one value for all groups: the operator takes one of each per call.
 SHARED = ("seed", "moment_rounding", "weight_rounding")
 ONE_PER_OPTIMIZER = (
     *("policy", "states", "min_8bit_size", "skip_nonfinite", "on_external_write", "offload_fraction"),
     *("step_in_backward", "ema_decay", "ema_dtype", "ema_every", "adamw", "split"),
 )
-"""Arguments of the constructor that no group has. And `adamw_params`, which may be modules."""
-_IN_THE_PLACE_OF = dict.fromkeys(
+"""Arguments of the constructor that are illegal in a group. So is `adamw_params`, which may be modules."""
+_GROUP_HINTS = dict.fromkeys(
     ("adamw", "adamw_params"), "; a group with algorithm='adamw' has its own lr, betas, eps and weight_decay"
 )
 _FLAGS = ("amsgrad", "differentiable", "maximize", "decoupled_weight_decay", "foreach", "capturable", "fused")
 
 
-# torch's defaults, in signatures; each a float of its own, since it is recognised by its identity: what somebody else
-# passes, of the same value, was given. (A class of its own would not be what introspection and YAML know as a float.)
+# torch's defaults, for signatures. Each is a float object of its own and recognised by identity: an equal number that a
+# caller passes counts as given. (A subclass of float would confuse introspection and YAML.)
 LR, BETAS, EPS = float("1e-3"), (float("0.9"), float("0.999")), float("1e-8")
 NO_DECAY, DECAY, MUON_DECAY = float("0"), float("1e-2"), float("0.1")
 _DEFAULTS = (LR, *BETAS, EPS, NO_DECAY, DECAY, MUON_DECAY)
 
 
 def start(given: Any, policy: Policy, key: str) -> Any:
-    """What an optimizer starts from: the argument that was given, or what the policy's `key` was set to, or torch's
-    default."""
+    """Returns a hyper-parameter's initial value: the argument if one was given, else the policy's explicit value for
+    `key`, else torch's default."""
     if not any(given is default for default in _DEFAULTS):
         return given
     explicit = policy._explicit(key)
-    # A float of its own: where a group's value is passed on to another optimizer, it is given.
+    # A new float object: if the group's value is passed to another optimizer's constructor, it counts as given there.
     return float(repr(given)) if explicit is None else explicit
 
 
 def start_betas(given: Any, policy: Policy) -> Any:
-    """`start`, of each of both, as a tuple, as torch keeps them. What is no pair is left for `refuse`."""
+    """Returns `start` of both betas as a tuple, torch's form. Anything but a pair is returned as it is; `refuse` raises
+    for it."""
     pair = items(given)
     if pair is None or len(pair) != 2:
         return given
@@ -55,7 +56,8 @@ def start_betas(given: Any, policy: Policy) -> Any:
 
 
 def refuse_optimizer(policy: Policy, legal: tuple[str, ...], kind: str) -> None:
-    """ValueError where the policy was made for another optimizer. legal: the policy's names for this one."""
+    """Raises ValueError if the policy names another optimizer. legal: the policy's names for this one. kind: this
+    one, for the message."""
     name = policy._explicit("optimizer")
     if name is not None and name.strip().casefold() not in legal:
         raise ValueError(
@@ -65,13 +67,13 @@ def refuse_optimizer(policy: Policy, legal: tuple[str, ...], kind: str) -> None:
 
 
 def refuse_keys(group: Group, where: str, given: Mapping[str, Any]) -> None:
-    """ValueError for an argument of the constructor in a group, where nobody would look at it. given: to the
-    constructor; its own values stand in the groups of an optimizer that wraps this one (SAM's, say)."""
+    """Raises ValueError for constructor arguments in a group, where they would be ignored. given: the constructor's
+    arguments; the same values are legal, since an optimizer that wraps this one (SAM, say) copies them into groups."""
     for key in (*ONE_PER_OPTIMIZER, "adamw_params"):
         if key in group and not (key in given and (group[key] is given[key] or group[key] == given[key])):
             raise ValueError(
                 f"{where}{key!r} is one per optimizer, not per group: pass {key}= to the constructor, and make a "
-                f"second optimizer for parameters that need another{_IN_THE_PLACE_OF.get(key, '')}"
+                f"second optimizer for parameters that need another{_GROUP_HINTS.get(key, '')}"
             )
 
 
@@ -79,27 +81,28 @@ def refuse_keys(group: Group, where: str, given: Mapping[str, Any]) -> None:
 
 
 def refuse(group: Group, where: str) -> None:
-    """Raises for hyper-parameters that no group may have: TypeError for what is no number, as text from a
-    configuration file, ValueError for others."""
+    """Raises for illegal hyper-parameters of a group: TypeError for values that are no numbers (text from a
+    configuration file, say), ValueError for all others."""
     refuse_kinds(group, where)
     check_rows()((ctypes.c_double * 7)(*row_of(group)), 1, where.encode())
 
 
 @functools.cache
 def check_rows() -> Callable[[Any, int, bytes | None], None]:
-    """tx_adamw_check_groups: ValueError for rows of numbers that are not legal."""
+    """Returns tx_adamw_check_groups, which raises ValueError for rows of `row_of` with illegal numbers."""
     return library.function("tx_adamw_check_groups", ctypes.c_void_p, ctypes.c_int64, ctypes.c_char_p, brief=True)
 
 
 def row_of(group: Group, waits: bool = True) -> list[float]:
-    """tx_adamw_group. waits: for a GPU, to read an lr that is there; else it is 0."""
+    """Returns the group's numbers in the order of tx_adamw_group. waits: read an lr that is a GPU tensor, which waits
+    for the GPU; else 0 stands for it."""
     lr = group["lr"] if waits or not is_away(group["lr"]) else 0.0
     flags = bool(group["maximize"]), bool(group.get("decoupled_weight_decay"))
     return [float(x) for x in (lr, *group["betas"], group["eps"], group["weight_decay"], *flags)]
 
 
 def refuse_kinds(group: Group, where: str) -> None:
-    """`refuse`, but for the ranges of numbers, which are C's."""
+    """Raises like `refuse`, but does not check the ranges of numbers, which C does (`check_rows`)."""
     _refuse_flags(group, where)
     lr = group["lr"]
     if isinstance(lr, Tensor) and (lr.numel() != 1 or lr.dtype not in (torch.float32, torch.float64)):
@@ -139,7 +142,7 @@ def _refuse_flags(group: Group, where: str) -> None:
 
 
 def refuse_text(flag: Any, what: str) -> None:
-    """TypeError for a flag that came as text, of which "False" is as true as any other."""
+    """Raises TypeError for a flag that is text: "False" would count as true."""
     if isinstance(flag, str | bytes):
         raise TypeError(f"{what} is {_shown(flag)}; True or False is legal")
 
@@ -169,7 +172,7 @@ def _shown(value: Any) -> str:
 
 
 def _hint(value: Any) -> str:
-    """For numbers that came as text: a file said `1e-5`, or an environment variable was not converted."""
+    """Returns a hint for a number that came as text: from YAML's `1e-5`, or an unconverted environment variable."""
     if not isinstance(value, str):
         return ""
     try:
@@ -179,7 +182,7 @@ def _hint(value: Any) -> str:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is one real number: not text, nor anything else that float() would merely be able to read."""
+    """Whether the value is one real number. Text is not, although float() could parse it."""
     if isinstance(value, float | int):
         return True
     if isinstance(value, Tensor):
@@ -193,7 +196,7 @@ def is_number(value: Any) -> bool:
 
 
 def items(betas: Any) -> tuple[Any, ...] | None:
-    """The values of betas; None for what is no sequence of them."""
+    """Returns the values of betas as a tuple; None if betas is no sequence."""
     if isinstance(betas, tuple | list):
         return tuple(betas)
     if isinstance(betas, str | bytes | Mapping | set | frozenset) or not isinstance(betas, Iterable):
@@ -202,7 +205,7 @@ def items(betas: Any) -> tuple[Any, ...] | None:
 
 
 def refuse_differing(group: Group, first: Group, where: str) -> None:
-    """Raises where a group wants another value than the first for what is one value per optimizer."""
+    """Raises ValueError if a group differs from the first one in a hyper-parameter that all groups share (SHARED)."""
     for key in SHARED:
         if group[key] != first[key]:
             raise ValueError(
@@ -212,5 +215,5 @@ def refuse_differing(group: Group, first: Group, where: str) -> None:
 
 
 def is_away(value: Any) -> bool:
-    """A tensor whose value the host would have to wait for."""
+    """Whether this is a tensor on a device: reading its value would make the host wait."""
     return isinstance(value, Tensor) and value.device.type != "cpu"

@@ -1,4 +1,4 @@
-"""Which parameters keep fp32 moments (`keep_32bit`): by name, by module, by type of module."""
+"""`keep_32bit`: selects the parameters that keep fp32 moments, by name, by module or by type of module."""
 
 import fnmatch
 import gc
@@ -21,11 +21,12 @@ _LEGAL = (
 
 
 class Selection:
-    """What was given as keep_32bit. Holds no module: those that are gone select nothing any more, nor do they in a
-    pickle."""
+    """The value of the argument `keep_32bit`. Modules are held weakly: a deleted one selects nothing any more, and a
+    pickle contains none."""
 
     def __init__(self, given: Kept | Iterable[Kept], where: str) -> None:
-        """where: what the argument is called, for messages. TypeError for what selects nothing by its kind."""
+        """where: the argument's name, for messages. Raises TypeError for items that are neither names nor modules nor
+        types of modules."""
         self._where = where
         self._patterns: list[str] = []
         self._types: list[type[nn.Module]] = []
@@ -47,8 +48,8 @@ class Selection:
         return self.__dict__ | {"_modules": []}
 
     def flags(self, params: Sequence[Tensor], names: Sequence[str | None], complete: bool) -> list[bool]:
-        """Whether each parameter is selected. names: None where one is not known. complete: ValueError for an item that
-        selects none of these, and for a name where names are not known."""
+        """Returns for each parameter whether it is selected. names: None for an unknown name. complete: `params` are
+        all parameters; raises ValueError for an item that selects none of them, and for a name if names are unknown."""
         logical = [None if name is None else logical_name(name) for name in names]
         if self._patterns and complete and None in logical:
             raise ValueError(
@@ -61,11 +62,13 @@ class Selection:
             for pattern in self._patterns
         ]
         for module in filter(None, (known() for known in self._modules)):
-            selected.append((f"a {type(module).__name__}", _held([module], params)))
-        selected += ((f"the type {kind.__name__}", _held(_alive(kind), params)) for kind in self._types)
+            selected.append((f"a {type(module).__name__}", _in_modules([module], params)))
+        selected += ((f"the type {kind.__name__}", _in_modules(_living_modules(kind), params)) for kind in self._types)
         for what, flags in selected:
             if complete and not any(flags):
-                raise ValueError(f"{self._where} has {what}, which selects none of the parameters{_first(logical)}")
+                raise ValueError(
+                    f"{self._where} has {what}, which selects none of the parameters{_first_names(logical)}"
+                )
             found = [a or b for a, b in zip(found, flags, strict=True)]
         return found
 
@@ -79,22 +82,22 @@ def _items(given: Any, where: str) -> list[Any]:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Whether it is the parameter's name, or that of a module around it."""
+    """Whether the pattern matches the parameter's name, or the name of a module that contains the parameter."""
     parts = name.split(".")
     return any(fnmatch.fnmatchcase(".".join(parts[:n]), pattern) for n in range(1, len(parts) + 1))
 
 
-def _held(modules: Iterable[nn.Module], params: Sequence[Tensor]) -> list[bool]:
+def _in_modules(modules: Iterable[nn.Module], params: Sequence[Tensor]) -> list[bool]:
     held = {id(p) for module in modules for p in module.parameters()}
     return [id(p) in held for p in params]
 
 
-def _alive(kind: type[nn.Module]) -> Iterator[nn.Module]:
-    """All modules of a type: a parameter does not know which module it is in."""
+def _living_modules(kind: type[nn.Module]) -> Iterator[nn.Module]:
+    """Returns all living modules of a type. A search of the heap, since a parameter does not know its module."""
     return (module for module in gc.get_objects() if issubclass(type(module), kind))
 
 
-def _first(names: Sequence[str | None]) -> str:
+def _first_names(names: Sequence[str | None]) -> str:
     known = [name for name in names if name is not None]
     if not known:
         return ""
@@ -112,8 +115,8 @@ def _shown(item: Any) -> str:
 
 
 def fill(group: dict[str, Any], selection: Selection | None, where: str) -> None:
-    """group["keep_32bit"], a bool beside each parameter; absent where all are False. A group's own entry, True, False
-    or what the argument may be, is stronger than the selection."""
+    """Sets group["keep_32bit"] to one bool per parameter; leaves it out if all are False. The group's own entry (a
+    bool, or whatever the argument may be) takes precedence over the selection."""
     params, own = group["params"], group.pop("keep_32bit", None)
     names = group.get("param_names") or [None] * len(params)
     if own is None:
@@ -129,12 +132,12 @@ def fill(group: dict[str, Any], selection: Selection | None, where: str) -> None
 
 
 def _is_flags(own: Any) -> bool:
-    """Of a group of another optimizer of ours."""
+    """Whether the entry is a list of bools, as in a group that comes from another torch_ext optimizer."""
     return isinstance(own, list) and len(own) > 0 and all(isinstance(flag, bool) for flag in own)
 
 
 def refuse_unused(selection: Selection, groups: Iterable[dict[str, Any]]) -> None:
-    """ValueError for an item of the argument that selects none of the parameters."""
+    """Raises ValueError for an item of the argument that selects none of the parameters."""
     groups = list(groups)
     params = [p for group in groups for p in group["params"]]
     names = [name for group in groups for name in group.get("param_names") or [None] * len(group["params"])]
@@ -142,16 +145,16 @@ def refuse_unused(selection: Selection, groups: Iterable[dict[str, Any]]) -> Non
 
 
 _OWN = ("keep_32bit", "matrices")
-"""Lists beside a group's parameters that are the optimizer's own, like the policy."""
+"""Keys of a group with one entry per parameter that belong to this optimizer and are never saved, like the policy."""
 
 
 def without(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """For a state_dict: without what is the optimizer's own."""
+    """Returns copies of the groups without the keys in _OWN, for a state_dict."""
     return [{key: value for key, value in group.items() if key not in _OWN} for group in groups]
 
 
 def with_own(saved: Iterable[Mapping[str, Any]], own: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Saved groups as this optimizer's."""
+    """Returns saved groups with this optimizer's own values of the keys in _OWN."""
     return [
         group | {key: mine[key] for key in _OWN if key in mine} for group, mine in zip(without(saved), own, strict=True)
     ]

@@ -1,4 +1,5 @@
-"""What this rank steps of a parameter: all of it, its part under a sharded strategy, or a DTensor's local tensor."""
+"""The part of a parameter that this rank's optimizer updates: the whole parameter, a shard of a sharded strategy, or a
+DTensor's local tensor."""
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,30 +11,30 @@ if TYPE_CHECKING:
 
 
 class LocalShard(NamedTuple):
-    """A parameter as this rank's optimizer sees it."""
+    """The part of a parameter that this rank's optimizer updates."""
 
     weight: Tensor
-    """The elements to step; maybe none."""
+    """The elements to update; may be empty."""
     offset: int
-    """Where they begin in the logical parameter, in elements."""
+    """Index of the first of these elements in the logical parameter."""
     groups: "tuple[dist.ProcessGroup, ...]"
-    """Over which statistics of the gradients are all-reduced, one group after the other."""
+    """Process groups over which statistics of the gradients are all-reduced, one group after the other."""
     bucket: int | None
-    """What is gathered after the step (GradientReducer.gather)."""
+    """The bucket whose weights are all-gathered after the step (GradientReducer.gather); None: no all-gather."""
 
 
 def is_dtensor(t: Tensor) -> bool:
-    """By name, because importing DTensor's module takes long."""
+    """Whether t is a DTensor. Compares names of classes, because importing DTensor's module takes long."""
     return any(kind.__name__ == "DTensor" for kind in type(t).__mro__[:-1])
 
 
 def is_cut(p: Any, local: LocalShard) -> bool:
-    """Whether this rank steps a flat part of p."""
+    """Whether this rank updates a flat part of p."""
     return local.weight is not p and not is_dtensor(p)
 
 
 def tensor_of(p: Any) -> Tensor:
-    """A DTensor's local tensor; any other tensor itself."""
+    """Returns a DTensor's local tensor; any other tensor as it is."""
     if not is_dtensor(p):
         return p
     with torch.no_grad():
@@ -41,7 +42,7 @@ def tensor_of(p: Any) -> Tensor:
 
 
 def of_dtensor(p: Any) -> LocalShard:
-    """A DTensor's local tensor. TypeError where it is a pending sum (Partial)."""
+    """Returns the shard of a DTensor: its local tensor. Raises TypeError for a pending sum (Partial)."""
     weight = tensor_of(p)
     return LocalShard(weight, _offset(p, weight), _sharding_groups(p), None)
 
@@ -56,7 +57,7 @@ def _sharding_groups(p: Any) -> "tuple[dist.ProcessGroup, ...]":
 
 
 def _offset(p: Any, weight: Tensor) -> int:
-    """The index of the local tensor's first element; 0 where the local elements are not consecutive ones."""
+    """Returns the index of the local tensor's first element in p; 0 if the local elements are not consecutive in p."""
     begin = origin(p)
     if not begin or weight.numel() == 0 or tuple(weight.shape[1:]) != tuple(p.shape[1:]):
         return 0
@@ -64,8 +65,8 @@ def _offset(p: Any, weight: Tensor) -> int:
 
 
 def runs_of_dtensor(p: Any) -> "list[tuple[int, int]] | None":
-    """Of a DTensor that is cut on its first dimension over one dimension of the mesh, the elements [begin, end) that
-    each of its ranks has (torch.chunk's parts); None of others."""
+    """Returns the elements [begin, end) that each rank of a DTensor holds, as torch.chunk cuts them. None unless the
+    DTensor is sharded on its first dimension, over exactly one dimension of the mesh."""
     cut = [dim for dim, placement in enumerate(p.placements) if not placement.is_replicate()]
     if len(cut) != 1 or not p.placements[cut[0]].is_shard(0):
         return None
@@ -75,7 +76,7 @@ def runs_of_dtensor(p: Any) -> "list[tuple[int, int]] | None":
 
 
 def origin(p: Any) -> tuple[int, ...]:
-    """Where a DTensor's local tensor begins in it, by dimension."""
+    """Returns the index, per dimension, at which a DTensor's local tensor begins."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     _, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)

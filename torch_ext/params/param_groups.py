@@ -1,4 +1,4 @@
-"""Parameter groups: what may stand in them, and as the operator's table of hyper-parameters."""
+"""Parameter groups: checks their contents, names their parameters, builds the operator's table of hyper-parameters."""
 
 import ctypes
 import functools
@@ -33,7 +33,7 @@ class HyperparameterTable(NamedTuple):
     """The hyper-parameters of a call to adamw_."""
 
     groups: Tensor  # float64 [groups, 7], rows of tx_adamw_group
-    lrs: list[Tensor]  # one per group where an lr is a tensor, else empty
+    lrs: list[Tensor]  # one per group if any lr is a tensor, else empty
     shared: tuple[int, int, int]  # seed, moment_rounding, weight_rounding
 
 
@@ -42,7 +42,7 @@ def everyone(groups: list[Group]) -> list[Tensor]:
 
 
 def names(groups: list[Group]) -> list[str]:
-    """For messages: the parameters' names where they are known, else where they stand."""
+    """Returns the parameters' names for messages; of unnamed ones, position and group."""
     found: list[str] = []
     for g, group in enumerate(groups):
         if known := group.get("param_names"):
@@ -53,13 +53,14 @@ def names(groups: list[Group]) -> list[str]:
 
 
 def keys(groups: list[Group]) -> list[str | int]:
-    """The parameters' keys in dicts for users: their names where they are known, else their positions."""
+    """Returns the parameters' keys in dicts for users: the name if it is known, else the position."""
     known = [name for group in groups for name in group.get("param_names") or [None] * len(group["params"])]
     return [position if name is None else name for position, name in enumerate(known)]
 
 
 def ids(groups: list[Group]) -> list[int]:
-    """What seeds each parameter's rounding thresholds: its name or its position, as the group's "param_id" says."""
+    """Returns the ids that seed the parameters' rounding thresholds: a hash of the name, or the position, as the
+    group's "param_id" says."""
     found: list[int] = []
     for group in groups:
         if group["param_id"] == "name":
@@ -70,24 +71,25 @@ def ids(groups: list[Group]) -> list[int]:
 
 
 def ids_of(names: Iterable[str]) -> list[int]:
-    """What seeds the rounding thresholds of parameters whose names are known."""
+    """Returns the ids that seed the rounding thresholds of parameters with these names."""
     param_id = library.function("tx_param_id", ctypes.c_char_p, restype=ctypes.c_int64)
     return [param_id(dtypes.c_text(logical_name(name))) for name in names]
 
 
 def kept_32bit(groups: list[Group]) -> list[bool]:
-    """Whether each parameter's moments are kept in fp32 (`keep_32bit`). ValueError for a group whose parameters were
-    changed without the list beside them."""
-    return _beside(groups, "keep_32bit", False)
+    """Returns for each parameter whether its moments are kept in fp32 (`keep_32bit`). Raises ValueError if a group's
+    parameters were changed and its list of flags was not."""
+    return _per_param(groups, "keep_32bit", False)
 
 
 def are_matrices(groups: list[Group]) -> list[bool]:
-    """Whether each parameter is stepped by Muon (optim/muon/matrix_forms.py). ValueError as `kept_32bit`'s."""
-    return [form is not None for form in _beside(groups, "matrices", None)]
+    """Returns for each parameter whether Muon updates it (optim/muon/matrix_forms.py). Raises ValueError as
+    `kept_32bit` does."""
+    return [form is not None for form in _per_param(groups, "matrices", None)]
 
 
-def _beside(groups: list[Group], key: str, absent: Any) -> list[Any]:
-    """What a list in each group says of its parameters; absent: where there is no list."""
+def _per_param(groups: list[Group], key: str, absent: Any) -> list[Any]:
+    """Returns the entries of the groups' lists `key`, one per parameter; `absent` for a group without the list."""
     found: list[Any] = []
     for g, group in enumerate(groups):
         n = len(group["params"])
@@ -102,15 +104,16 @@ def _beside(groups: list[Group], key: str, absent: Any) -> list[Any]:
 
 
 def logical_name(name: str) -> str:
-    """Without the prefixes of wrappers (torch.compile, DistributedDataParallel, ...): same name, same bits."""
+    """Returns the name without prefixes of wrappers (torch.compile, DistributedDataParallel, ...), so that a wrapped
+    model is rounded with the same bits."""
     return _WRAPPERS.sub("", name.removeprefix("module."))
 
 
 def fill(group: Group, defaults: dict[str, Any], decoupled: bool | None) -> None:
-    """Adds the keys that a group of another optimizer, or of another torch, lacks."""
+    """Adds the keys that a group from another optimizer, or another version of torch, lacks."""
     for key, default in defaults.items():
         group.setdefault(key, default)
-    # "name" or "position". Saved, so that a resumed run rounds as before, whether it knows names or not.
+    # "name" or "position". Saved, so that a resumed run rounds with the same ids, whether or not it is given names.
     group.setdefault("param_id", "name" if "param_names" in group else "position")
     if group["param_id"] == "name" and "param_names" not in group:
         warning.warn(
@@ -123,11 +126,11 @@ def fill(group: Group, defaults: dict[str, Any], decoupled: bool | None) -> None
 
 
 def taken(params: Params) -> Params:
-    """The parameters or groups in a list, and those of a group, too, in the group: an iterator gives its parameters
-    once only, and they are read before torch.optim.Optimizer reads them."""
+    """Returns the parameters or groups as a list, and replaces an iterator in a group by a list. An iterator yields its
+    parameters only once, and this package reads them before torch.optim.Optimizer does."""
     if isinstance(params, Tensor):
         return params  # torch says what is wrong with a single tensor
-    _refuse_others(params)
+    _refuse_containers(params)
     everything: list[Any] = list(params)
     _refuse_members(everything)
     for group in everything:
@@ -137,8 +140,8 @@ def taken(params: Params) -> Params:
     return everything
 
 
-def _refuse_others(params: Any) -> None:
-    """TypeError for what holds parameters, and is none of what params may be."""
+def _refuse_containers(params: Any) -> None:
+    """Raises TypeError for objects that contain parameters but are not legal as `params`."""
     if isinstance(params, torch.nn.Module) and not isinstance(params, torch.nn.ParameterList):
         raise TypeError(
             f"params is a {type(params).__name__}, a module: pass model.named_parameters(), or model.parameters()"
@@ -155,6 +158,7 @@ def _refuse_others(params: Any) -> None:
 
 
 def _refuse_members(everything: list[Any]) -> None:
+    """Raises ValueError if params is empty, TypeError if it is a list of names or of modules."""
     if not everything:
         raise ValueError(
             "params is empty: an iterator such as model.parameters() gives its parameters once only, and a model whose "
@@ -174,7 +178,7 @@ def _refuse_members(everything: list[Any]) -> None:
 
 
 def dtype_of_most(params: Params) -> torch.dtype:
-    """Of most trainable elements; of most elements where all are frozen. params: `taken`."""
+    """Returns the dtype that most trainable elements have; if all are frozen, most elements. params: from `taken`."""
     elements: Counter[torch.dtype] = Counter()
     legal = [p for p in _tensors_in(params) if p.dtype in dense.TRAINED and not torch.nn.parameter.is_lazy(p)]
     for p in [p for p in legal if p.requires_grad] or legal:
@@ -183,7 +187,7 @@ def dtype_of_most(params: Params) -> torch.dtype:
 
 
 def _tensors_in(params: Params) -> Iterator[Tensor]:
-    """The parameters of all groups; torch names what is no parameter."""
+    """Yields the parameters of all groups, and skips everything else: torch raises for that."""
     for group in [] if isinstance(params, Tensor) else params:
         members: Any = group.get("params", ()) if isinstance(group, dict) else [group]
         for p in [members] if isinstance(members, Tensor) else members or ():
@@ -193,23 +197,26 @@ def _tensors_in(params: Params) -> Iterator[Tensor]:
 
 
 def _is_passed(lr: Any, device: torch.device) -> bool:
-    """Whether the operator gets the tensor itself, to read it on the device. One on the CPU is read here where the
-    parameters are on a device: that waits for nothing."""
+    """Whether the operator gets the lr as a tensor and reads it itself. A CPU tensor is read here instead if the
+    parameters are on a GPU: reading it waits for nothing."""
     return isinstance(lr, Tensor) and (device.type == "cpu" or is_away(lr))
 
 
 def _plain(value: Any) -> Any:
+    """Returns what represents a hyper-parameter in the key of `key_of`."""
     if type(value) is float:
         return value
     if is_away(value):
         return value.data_ptr(), value._version
-    return float(value) if is_number(value) else object()  # which equals nothing
+    return float(value) if is_number(value) else object()  # a new object equals nothing
 
 
 def key_of(groups: list[Group], device: torch.device) -> list[Any]:
-    """Equal keys mean equal tables for parameters on the device. An lr that is passed as a tensor is represented by its
-    address, for the table shares its memory; other tensors on a GPU by address and version, for reading them would wait
-    for it. What is no number equals nothing, so that `hyper` is called and refuses it."""
+    """Returns a key of the groups' hyper-parameters: equal keys mean equal tables of `hyper`.
+
+    An lr that is passed as a tensor is represented by its address, because the table shares its memory. Other GPU
+    tensors are represented by address and version counter, because reading them would wait for the GPU. A value that is
+    no number is unequal to everything, so that `hyper` is called and raises."""
     key: list[Any] = []
     for g in groups:
         lr = g["lr"]
@@ -230,8 +237,8 @@ def key_of(groups: list[Group], device: torch.device) -> list[Any]:
 
 
 def hyper(groups: list[Group], device: torch.device) -> HyperparameterTable:
-    """The table, for parameters on the device. Raises ValueError, naming the group, for values that are not legal; an
-    lr on a GPU is not read."""
+    """Returns the table for parameters on this device. Raises ValueError or TypeError, naming the group, for illegal
+    values. An lr on a GPU is not read."""
     rows = []
     for i, g in enumerate(groups):
         refuse_kinds(g, f"group {i}: ")
@@ -256,15 +263,15 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that a framework (Accelerate, Lightning) wrapped in one of its own."""
+    """Returns the optimizer inside a framework's wrapper (Accelerate, Lightning); an unwrapped one itself."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     return optimizer
 
 
 def of_the_innermost(method: Method) -> Method:
-    """A method that is called on the innermost optimizer. Lightning's wrapper takes over our class's methods, but what
-    they set on the wrapper is not seen by the step."""
+    """Decorator of a method that has to run on the innermost optimizer. Lightning's wrapper inherits the methods of our
+    class, but attributes that they would set on the wrapper are not seen by the step."""
 
     @functools.wraps(method)
     def forwarded(self: Any, *args: Any, **options: Any) -> Any:

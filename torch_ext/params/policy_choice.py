@@ -1,4 +1,5 @@
-"""The policy of an optimizer: what was given as one, or that of its parameters, with the words of its arguments."""
+"""Chooses an optimizer's policy: from the argument `policy` or the parameters' dtype, and from `states` and
+`min_8bit_size`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias, get_args
@@ -15,8 +16,8 @@ PolicyLike: TypeAlias = Policy | Mapping[str, Any] | Callable[[Policy], Mapping[
 
 
 def policy_for(params: Params, given: Any, states: Any, min_8bit_size: Any) -> Policy:
-    """params: `param_groups.taken`. given: a `PolicyLike` or None. ValueError where the words contradict the policy,
-    TypeError for what is no policy."""
+    """Returns the optimizer's policy. params: from `param_groups.taken`. given: a `PolicyLike` or None. Raises
+    ValueError if `states` or `min_8bit_size` contradicts the policy, TypeError for what is no policy."""
     policy = given if isinstance(given, Policy) else _resolved(params, given)
     more: dict[str, Any] = {}
     if states is not None:
@@ -32,6 +33,8 @@ def policy_for(params: Params, given: Any, states: Any, min_8bit_size: Any) -> P
 
 
 def _resolved(params: Params, given: Any) -> Policy:
+    """Returns the policy for the parameters' dtype with the overrides `given`; errors speak of the argument
+    `policy`."""
     if given is not None and not isinstance(given, Mapping) and (not callable(given) or isinstance(given, type)):
         raise TypeError(f"policy is {_shown(given)}")
     dtype = dtype_of_most(params)
@@ -40,7 +43,7 @@ def _resolved(params: Params, given: Any) -> Policy:
     raised: list[Exception] = []
     try:
         return load_policy(
-            dtype, override_optimizer_config=given if isinstance(given, Mapping) else _noting(given, raised)
+            dtype, override_optimizer_config=given if isinstance(given, Mapping) else _recording_errors(given, raised)
         )
     except (ValueError, TypeError) as error:
         if raised and raised[0] is error:
@@ -48,8 +51,8 @@ def _resolved(params: Params, given: Any) -> Policy:
         raise type(error)(str(error).replace("override_optimizer_config", "policy")) from None
 
 
-def _noting(hook: Callable[[Policy], Any], raised: list[Exception]) -> Callable[[Policy], Any]:
-    """The hook; what it raises is its own, and comes out as it is."""
+def _recording_errors(hook: Callable[[Policy], Any], raised: list[Exception]) -> Callable[[Policy], Any]:
+    """Wraps the hook so that its exceptions are added to `raised`: the caller passes them on with their own text."""
 
     def ask(policy: Policy) -> Any:
         try:

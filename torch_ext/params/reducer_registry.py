@@ -1,4 +1,5 @@
-"""From a parameter to the reducer of its gradient, and what an optimizer asks it: optimizers know parameters only."""
+"""Maps each parameter to the reducer of its gradient, and defines the reducer's interface for optimizers. An optimizer
+is given parameters only, and finds reducers here."""
 
 import abc
 import weakref
@@ -14,51 +15,51 @@ if TYPE_CHECKING:
 
 
 class BucketStepper(Protocol):
-    """An optimizer that can step a bucket before its step() is called."""
+    """An optimizer that can update a bucket's parameters during backward, before its step() is called."""
 
     def refuse_backward(self) -> None:
-        """RuntimeError where a backward would add to gradients of which some were stepped already."""
+        """Raises RuntimeError if a backward would add to gradients with which weights were already updated."""
 
     def begin_stepping(self, owner: "GradientReducer") -> Callable[[int], None] | None:
-        """A backward begins that completes the owner's gradients. Returns what steps a bucket once it is reduced, on
-        any thread; None: nothing can be stepped before step()."""
+        """Called when a backward begins that completes the owner's gradients. Returns a function that updates a reduced
+        bucket, callable on any thread; None: no bucket can be updated before step()."""
 
     def stepped_in_backward(self) -> bool:
-        """Whether something was stepped in backward, and step() was not called since."""
+        """Whether a bucket was updated in backward and step() was not called since."""
 
 
 class StepListener(Protocol):
-    """Is told of the steps of its parameters."""
+    """An object that is notified when an optimizer updates its parameters."""
 
     def step_begins(self) -> None:
-        """An optimizer is about to write weights: until `step_written`, a step that raises, or is interrupted, has
-        parted this rank from the others, which the next backward or step says."""
+        """Called when an optimizer is about to write weights. If the step raises or is interrupted before
+        `step_written`, this rank's weights differ from the other ranks'; the next backward or step then raises."""
 
     def step_written(self) -> None:
-        """All of them are written, or none, as the step was refused."""
+        """Called when all weights are written, or none because the step was rejected."""
 
 
 class GradientReducer(StepListener, abc.ABC):
-    """Reduces the gradients of a model's parameters, and decides which part of each this rank steps."""
+    """Reduces the gradients of a model's parameters, and decides which part of each parameter this rank updates."""
 
     params: Sequence[torch.nn.Parameter]
-    """All of them."""
+    """All parameters of which this reduces the gradient."""
     forwards_running = 0
-    """Of the model, nested or in several threads."""
+    """How many forwards of the model are running, nested or in several threads."""
     layout = 0
     """Counts changes of the parameters' layout."""
     steps_in_backward = False
-    """Whether optimizers step buckets before their step() is called (step_in_backward of its policy)."""
+    """Whether optimizers update buckets during backward (`step_in_backward` of the reducer's policy)."""
 
     @property
     def failed(self) -> bool:
-        """Whether nothing can be reduced any more."""
+        """Whether the reducer has failed and cannot reduce any more."""
         return False
 
     @property
     @abc.abstractmethod
     def sharded(self) -> bool:
-        """Whether each rank steps its own parts only."""
+        """Whether each rank updates only its own shards."""
 
     @property
     @abc.abstractmethod
@@ -67,73 +68,74 @@ class GradientReducer(StepListener, abc.ABC):
 
     @property
     def replicas(self) -> "torch.distributed.ProcessGroup | None":
-        """The process group whose ranks all have the whole gradient of each parameter, the same; None: of other
-        reducers."""
+        """The process group whose ranks all hold the same whole gradient of each parameter; None for other reducers."""
         return None
 
     @abc.abstractmethod
     def finish_failed_backward(self) -> None:
-        """Waits for what a backward that raised has started: nothing is written to gradients afterwards."""
+        """Waits for communication that a failed backward has started, so that nothing writes to gradients later."""
 
     @abc.abstractmethod
     def before_step(self) -> None:
-        """An optimizer is about to read the gradients: RuntimeError where it must not."""
+        """Called when an optimizer is about to read the gradients. Raises RuntimeError if it must not."""
 
     def finish_weights(self) -> None:
-        """Waits for weights that a step which was interrupted left to come."""
+        """Waits for all-gathers of weights that an interrupted step left running."""
         return  # not every reducer gathers weights
 
     def refuse_gone(self, doing: str) -> None:
-        """RuntimeError where stepped weights could not be gathered any more: the process group was destroyed, or has
-        failed."""
+        """Raises RuntimeError if updated weights could not be all-gathered any more, because the process group was
+        destroyed or has failed."""
         return  # not every reducer gathers weights
 
     @abc.abstractmethod
     def local(self, param: torch.Tensor) -> LocalShard:
-        """What this rank steps of the parameter; RuntimeError where the parameter left its buffer."""
+        """Returns this rank's shard of the parameter. Raises RuntimeError if the parameter is no longer a view of its
+        buffer."""
 
     def runs(self, param: torch.Tensor) -> "list[tuple[int, int]]":
-        """Of each rank of the group of `local(param)` the elements [begin, end) of the parameter that it steps, in
-        memory order. Only of reducers that cut parameters into flat parts."""
+        """Returns, for each rank of the group of `local(param)`, the elements [begin, end) of the parameter that the
+        rank updates, in memory order. Only for reducers that cut parameters into flat parts."""
         raise NotImplementedError
 
     @abc.abstractmethod
     def grad(self, param: torch.Tensor) -> torch.Tensor | None:
-        """The gradient of `local(param)`, of its numel; None on all ranks or on none."""
+        """Returns the gradient of `local(param)`, of the same numel. It is None on all ranks or on none."""
 
     def stats(self, params: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """A copy of the statistics (grad_stats_) of this rank's parts of these gradients, where the reduction computed
-        them and none was modified since; else None."""
+        """Returns a copy of the statistics (grad_stats_) of this rank's parts of these gradients. None if the reduction
+        did not compute them, or a gradient was modified since."""
         return None
 
     def part(self, param: torch.Tensor) -> torch.Tensor:
-        """The memory of `grad`, whether or not there is a gradient. Only of reducers that call `begin_stepping`."""
+        """Returns the memory of `grad`, even if there is no gradient. Only for reducers that call `begin_stepping`."""
         raise NotImplementedError
 
     def offer(self, stepper: BucketStepper) -> None:
-        """The optimizer has states for these parameters: from now on it may be asked to step in backward."""
+        """Called when the optimizer has states for these parameters: the reducer may ask it to step in backward."""
         return  # not every reducer asks
 
     @abc.abstractmethod
     def gather(self, bucket: int) -> "Work":
-        """This rank's parts of a bucket's weights were stepped (LocalShard.bucket): starts their all-gather."""
+        """Starts the all-gather of a bucket's weights (LocalShard.bucket), after this rank has updated its shards."""
 
     def sync_parameters(self) -> bool:
-        """Makes the next forward use what is in the parameters; whether it might not have."""
+        """Makes the next forward use the parameters' present values. Returns whether it could have used older ones."""
         return False
 
     @abc.abstractmethod
     def refuse_moving(self, doing: str, weights: bool) -> None:
-        """RuntimeError where a forward, a backward, a reduction or a step is under way: no memory may be offloaded now.
-        weights: whether that of weights is about to be."""
+        """Raises RuntimeError if memory must not be offloaded now, because a forward, a backward, a reduction or a step
+        is running. weights: whether memory of weights is to be offloaded."""
 
     @abc.abstractmethod
     def gradient_memory(self) -> Sequence[torch.Tensor]:
-        """All memory in which gradients lie between backwards, except of tensors that are only `.grad`."""
+        """Returns all memory that holds gradients between backwards, except tensors that are only in `.grad`."""
 
     @abc.abstractmethod
     def gradients_released(self) -> None:
-        """Their memory was released, and will be zero when it is allocated: nothing is left to reduce or repair."""
+        """Called when the gradients' memory was released. It will be zero when it is allocated again, so there is
+        nothing left to reduce or repair."""
 
     @abc.abstractmethod
     def zero_grad(self, params: Iterable[torch.Tensor]) -> None:
@@ -144,14 +146,14 @@ Known = TypeVar("Known")
 
 
 class _Registry(Generic[Known]):
-    """Of each parameter the object that reduces its gradient, or that asked for it; neither is kept alive. Not an
-    attribute of the parameter, which would be pickled with it."""
+    """Maps a parameter to the object registered for it. Both are held weakly. Not an attribute of the parameter, since
+    that would be pickled with it."""
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[Known]]] = {}
 
     def add(self, known: Known, params: Iterable[torch.Tensor]) -> None:
-        """Until `remove`, or its end."""
+        """Registers `known` for these parameters, until `remove` or the end of its life."""
         _changed()
         keys = []
         for param in params:
@@ -160,7 +162,7 @@ class _Registry(Generic[Known]):
         weakref.finalize(known, self._forget, keys, weakref.ref(known))
 
     def remove(self, known: Known) -> None:
-        entries = list(self._entries.items())  # one may end, and be forgotten, meanwhile
+        entries = list(self._entries.items())  # a copy: the garbage collector may remove entries during the loop
         self._forget([key for key, (_, ref) in entries if ref() is known], weakref.ref(known))
 
     def _forget(self, keys: list[int], known: "weakref.ref[Known]") -> None:
@@ -175,7 +177,7 @@ class _Registry(Generic[Known]):
         return entry[1]() if entry is not None and entry[0]() is param else None
 
     def of_all(self, params: Iterable[torch.Tensor]) -> Iterator[Known]:
-        """Each once."""
+        """Yields the objects registered for these parameters, each once."""
         seen: set[int] = set()
         for param in params:
             known = self.of(param)
@@ -185,8 +187,8 @@ class _Registry(Generic[Known]):
 
 
 generation = 0
-"""Changes whenever any parameter gets another reducer, or a reducer changes its layout. What an optimizer knows of
-reducers is valid while this stays the same, and beyond that while its own parameters' reducers and their layouts do."""
+"""Incremented whenever any parameter gets another reducer, or any reducer changes its layout. While it is unchanged, an
+optimizer's cached view of reducers is valid. After a change, the optimizer compares its own reducers and layouts."""
 
 
 def _changed() -> None:
@@ -195,7 +197,7 @@ def _changed() -> None:
 
 
 def laid_out_anew(owner: GradientReducer) -> None:
-    """The reducer has changed the layout of its parameters: what optimizers know of it is outdated."""
+    """Called by a reducer that has changed the layout of its parameters: makes optimizers' caches out of date."""
     owner.layout += 1
     _changed()
 
@@ -203,14 +205,15 @@ def laid_out_anew(owner: GradientReducer) -> None:
 _owners = _Registry[GradientReducer]()
 register, unregister = _owners.add, _owners.remove
 owner_of, owners_of = _owners.of, _owners.of_all
-"""register(owner, params): the owner reduces their gradients, until unregister(owner) or its end. owner_of(param): the
-reducer of its gradient, or None; owners_of(params): each once."""
+"""register(owner, params): the owner reduces these parameters' gradients, until unregister(owner) or the end of its
+life. owner_of(param): the reducer of the parameter's gradient, or None. owners_of(params): all reducers, each once."""
 
 _listeners = _Registry[StepListener]()
 listen = _listeners.add
-"""listen(listener, params): is told of their steps, until its end, as their reducers are."""
+"""listen(listener, params): the listener is notified of steps of these parameters, as their reducers are, as long as it
+lives."""
 
 
 def step_listeners(params: Sequence[torch.Tensor]) -> "list[weakref.ref[StepListener]]":
-    """Reducers and others, each once."""
+    """Returns the reducers of these parameters and all other listeners, each once."""
     return [weakref.ref(known) for registry in (_owners, _listeners) for known in registry.of_all(params)]

@@ -1,4 +1,4 @@
-"""Which parts of an optimizer's parameters this rank steps, and where their gradients are."""
+"""Which parts of an optimizer's parameters this rank updates, and where their gradients are."""
 
 import operator
 import weakref
@@ -20,7 +20,7 @@ def _layouts(owners: Sequence[GradientReducer | None]) -> list[tuple["weakref.re
 
 
 class ShardMap:
-    """The local parts of some parameters, as their reducers have them now (see `fits`)."""
+    """The local shards of an optimizer's parameters, by the reducers' layout at construction (see `fits`)."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self.params, self._generation = list(params), reducer_registry.generation
@@ -29,21 +29,21 @@ class ShardMap:
         self.owners: list[GradientReducer | None] = [o if o is not None and o.sharded else None for o in owners]
         self._dtensors = [owner is None and is_dtensor(p) for p, owner in zip(params, self.owners, strict=True)]
         self.plain = not any(self._dtensors) and not any(owner is not None for owner in self.owners)
-        """Whether every parameter is stepped as it is."""
+        """Whether every parameter is updated as a whole, as a plain tensor."""
         self.sharded = any(owner is not None for owner in self.owners)
-        """Whether gradients of some are elsewhere than in `.grad`."""
+        """Whether some gradients are not in `.grad`."""
         self.cut = any(o is not None and not is_dtensor(p) for p, o in zip(params, self.owners, strict=True))
-        """Whether this rank steps flat parts of some."""
+        """Whether this rank updates flat parts of some parameters."""
         self._tensors = self._local_tensors()
         self._listeners = reducer_registry.step_listeners(params)
         self._ranks = {o.ranks for o in set(owners) if o is not None}
 
     def listeners(self) -> list[StepListener]:
-        """What is told of a step of these parameters."""
+        """Returns the objects to notify of a step of these parameters."""
         return [listener for ref in self._listeners if (listener := ref()) is not None]
 
     def refuse_mixed(self) -> None:
-        """RuntimeError where gradients are reduced over different sets of ranks: their norms would differ by rank."""
+        """Raises RuntimeError if gradients are reduced over different sets of ranks: the norm would differ by rank."""
         if len(self._ranks) > 1:
             sets = " and ".join(str(sorted(ranks)) for ranks in sorted(self._ranks, key=sorted))
             raise RuntimeError(
@@ -53,12 +53,14 @@ class ShardMap:
             )
 
     def _local_tensors(self) -> list[Tensor]:
-        """Of the DTensors among the parameters."""
+        """Returns the local tensors of the DTensors among the parameters."""
         return [tensor_of(p) for p, is_one in zip(self.params, self._dtensors, strict=True) if is_one]
 
     def fits(self, params: Sequence[Tensor]) -> bool:
-        """Whether parameters, layouts and DTensors' memory are unchanged. Other models may be made and deleted at any
-        time, by the garbage collector, too: then `generation` changes, and the layouts of these parameters do not."""
+        """Whether parameters, layouts and the DTensors' addresses are unchanged.
+
+        Other models may be created and deleted (by the garbage collector, too) at any time. That changes `generation`,
+        but not the layouts of these parameters, so these are compared then."""
         if len(params) != len(self.params) or not all(map(operator.is_, params, self.params)):
             return False
         generation = reducer_registry.generation
@@ -71,7 +73,7 @@ class ShardMap:
         return list(map(Tensor.data_ptr, self._local_tensors())) == list(map(Tensor.data_ptr, self._tensors))
 
     def memory(self) -> list[tuple[int, bool]]:
-        """Where this rank's parts of all but DTensors are, and whether they are contiguous: `fits` does not ask."""
+        """Returns address and contiguity of each local part that is no DTensor; `fits` does not check these."""
         if self.plain:
             return [(p.data_ptr(), p.is_contiguous()) for p in self.params]
         parts = [self.of(i).weight for i, is_one in enumerate(self._dtensors) if not is_one]
@@ -86,9 +88,10 @@ class ShardMap:
         return LocalShard(self.params[i], 0, (), None)
 
     def grads(self) -> list[Tensor | None]:
-        """The gradient of each parameter's local part; None where it has none. RuntimeError where something is
-        offloaded. A gradient that is not sharded as its DTensor becomes one that is, in `.grad`: what is written to it,
-        or said of it, is to hold for the step."""
+        """Returns the gradient of each parameter's local part; None for a parameter without one.
+
+        Raises RuntimeError if a parameter or gradient is offloaded. A gradient whose placements differ from its
+        DTensor's is redistributed and stored in `.grad`, so that what a caller writes to it reaches the step."""
         offload_guard.refuse_gradients(self.params, "a clip, an unscale or a step")
         if self.plain:
             return [p.grad for p in self.params]
@@ -105,11 +108,11 @@ class ShardMap:
             with group_calls.translated_over(grad.device_mesh, "a gradient that is not sharded as its parameter is"):
                 grad = grad.detach().redistribute(placements=param.placements)  # type: ignore[attr-defined]
             param.grad = grad
-        return tensor_of(grad)  # the same object every time, by which clipping identifies gradients
+        return tensor_of(grad)  # the same object at every call: clipping marks gradients by attributes on it
 
     def parts(self, present: Sequence[bool]) -> list[NormGroup]:
-        """The gradients that are present, by the process groups that all-reduce their statistics; positions count the
-        present ones."""
+        """Groups the present gradients by the process groups that all-reduce their statistics. Positions in the result
+        count present gradients only."""
         found: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
         at = 0
         for i, there in enumerate(present):

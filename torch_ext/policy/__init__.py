@@ -1,1 +1,1 @@
-"""Which dtype everything has: the C loader's policy, frozen."""
+"""The policy: every dtype that a model is trained with, as decided by C, frozen."""

@@ -1,4 +1,4 @@
-"""FSDP2's parameter groups: what is gathered together. torch has no public function for them."""
+"""Finds FSDP2's parameter groups, the parameters that it gathers together. torch has no public function for them."""
 
 import sys
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from torch import nn
 
 
 def in_model(model: nn.Module) -> Iterator[Any]:
-    """Of all modules in it."""
+    """Yields the groups of all FSDP modules in the model."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # without it no module is sharded
     if fsdp is None:
         return
@@ -18,7 +18,7 @@ def in_model(model: nn.Module) -> Iterator[Any]:
 
 
 def of_module(module: Any) -> Iterator[Any]:
-    """Of one FSDPModule."""
+    """Yields the groups of one FSDPModule."""
     state: Any = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)  # newer torch: several
+    groups = getattr(state, "_fsdp_param_groups", None)  # newer torch: several groups per module
     yield from groups if groups is not None else filter(None, [state._fsdp_param_group])

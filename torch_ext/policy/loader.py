@@ -1,4 +1,4 @@
-"""load_policy: a model's dtype decides every other dtype, overrides win over each decision.
+"""load_policy: derives every dtype from the model's dtype; overrides win over each decision.
 
 All decisions are made in C (tx_policy_resolve). Python finds the model's dtype and passes mappings and hooks to C.
 """
@@ -40,29 +40,30 @@ def load_policy(
     override_optimizer_config: Overrides | None = None,
     override_ddp_config: Overrides | None = None,
 ) -> Policy:
-    """Decides every dtype from the model's; see csrc/torch_ext_policy.h, tx_policy_resolve, for the rules.
+    """Returns the policy for a model: every dtype, derived from the model's dtype. The rules are in
+    csrc/torch_ext_policy.h, tx_policy_resolve.
 
     model: a Module (the dtype of most of its trainable elements counts), a dtype or its name, None (bf16 unless a flag
-        says otherwise), or any configuration object with `bf16` and `fp16` attributes (an absent one is False). Of fp32
-        parameters that FSDP2's fully_shard shards under a MixedPrecisionPolicy, its `param_dtype` counts: moments and
-        wire follow it, and the fp32 shards are the masters (`shard_dtype`).
-    bf16, fp16: flags instead of, or in agreement with, the model; where both are true fp16 wins.
-    preset: "seed": a bf16 model has bf16 moments, gradients and buckets beside fp32 masters; "conservative": every
+        says otherwise), or any configuration object with `bf16` and `fp16` attributes (an absent one is False). For
+        fp32 parameters that FSDP2's fully_shard shards under a MixedPrecisionPolicy, its `param_dtype` counts: moments
+        and wire follow it, and the fp32 shards are the masters (`shard_dtype`).
+    bf16, fp16: flags instead of a model, or in agreement with it; if both are true, fp16 wins.
+    preset: "seed": a bf16 model has bf16 moments, gradients and buckets, and fp32 masters; "conservative": every
         state is fp32 unless asked otherwise.
     full_shard: the defaults of full sharding (distributed optimizer, NaN check, optim_grads_params, overlap).
-    optimizer_config: of lr, weight_decay, adam_beta1, adam_beta2, adam_eps, clip_grad, optimizer what is set here, or
-        by an override, is what an optimizer of this policy starts from (see Adam); min_lr is carried for schedulers.
-        Weaker than the dtype.
-    override_optimizer_config, override_ddp_config: a mapping whose keys win one by one, or a hook: called once with the
-        resolved policy, it returns such a mapping (or None).
+    optimizer_config: settings of the optimizer. An optimizer with this policy starts from lr, weight_decay, adam_beta1,
+        adam_beta2, adam_eps, clip_grad and optimizer, if they are set here or by an override (see Adam); min_lr is
+        carried for schedulers. The model's dtype wins over what is set here.
+    override_optimizer_config, override_ddp_config: a mapping whose keys win one by one, or a hook. A hook is called
+        once with the resolved policy and returns such a mapping (or None).
 
     Raises ValueError for unknown keys (naming the nearest), illegal values and explicit values that contradict each
-    other (naming both keys); TypeError for a model that is none. An exception raised by a hook comes out as it is.
+    other (naming both keys); TypeError for a model of an illegal type. A hook's own exception is passed on unchanged.
     """
     if preset not in _PRESETS:
         raise ValueError(f"preset is {preset!r}; {' and '.join(map(repr, _PRESETS))} are legal")
     source = policy_source.of(model, bf16, fp16)
-    keep: list[Any] = []  # whatever C borrows until the call returns
+    keep: list[Any] = []  # objects whose memory C uses until the call returns
     raised: list[BaseException] = []
     arguments = _Arguments(
         size=ctypes.sizeof(_Arguments),
@@ -91,8 +92,8 @@ def load_policy(
 
 
 def extended(policy: Policy, **more: Any) -> Policy:
-    """The policy with more settings of the optimizer's side, by tx_policy_with: as explicit as overrides. ValueError,
-    naming both, where they contradict what is explicit in the policy."""
+    """Returns the policy with more optimizer settings, which count as overrides (tx_policy_with). Raises ValueError,
+    naming both values, if a setting contradicts an explicit one of the policy."""
     keep: list[Any] = []
     count, settings = _settings("the argument", more, keep)
     struct, origins = policy._as_c()
@@ -106,6 +107,7 @@ def extended(policy: Policy, **more: Any) -> Policy:
 
 
 def _settings(what: str, mapping: Mapping[str, Any] | None, keep: list[Any]) -> tuple[int, Any]:
+    """Returns the number of settings and a C array of them. The array, which C only borrows, is added to `keep`."""
     if mapping is None:
         return 0, None
     if not isinstance(mapping, Mapping):
@@ -161,13 +163,15 @@ def _overrides(what: str, given: Overrides | None, keep: list[Any], raised: list
 
 
 def _hook(what: str, ask: Callable[[Policy], Any], keep: list[Any], raised: list[BaseException]) -> Any:
+    """Wraps a Python hook as a C function pointer. An exception is added to `raised`, and the C call fails."""
+
     def hook(_ctx: Any, address: Any, settings: Any, n: Any, error: Any) -> int:
         try:
             struct = PolicyStruct.from_address(address)
-            # What a hook sees has been decided, but not yet by whom: the origins are known at the end.
+            # The hook sees decided values, but placeholders for their origins: these are known only at the end.
             answer = ask(Policy(_decode(struct), {row.name: (0, -1) for row in rows()}))
             count, array = _settings(f"the answer of {what}", answer, keep)
-        except BaseException as problem:  # C has no exceptions: it comes out of load_policy
+        except BaseException as problem:  # cannot pass through C; load_policy re-raises it
             raised.append(problem)
             error.contents.message = b"the hook raised an exception"
             return constants.ERROR_INVALID_ARGUMENT

@@ -1,4 +1,4 @@
-"""The policy that a model trains with: every dtype, and where each value came from.
+"""The class Policy: every dtype that a model is trained with, and where each value came from.
 
 All decisions are made in C (csrc/core/policy.c). The fields are the rows of csrc/policy.def, read from C.
 """
@@ -17,9 +17,9 @@ _EXPLICIT = (constants.SOURCE_CONFIG, constants.SOURCE_OVERRIDE, constants.SOURC
 
 
 class Policy(PolicyFields):
-    """What a model trains with. Frozen; made by `load_policy`.
+    """All dtypes and settings that a model is trained with. Frozen; created by `load_policy`.
 
-    Attributes are the rows of csrc/policy.def under Megatron-LM's names: dtypes are torch dtypes or None
+    Attributes are the rows of csrc/policy.def under Megatron-LM's names. Dtypes are torch dtypes or None
     (`param_dtype`, `main_params_dtype`, `exp_avg_dtype`, `exp_avg_sq_dtype`, `main_grads_dtype`, `grad_comm_dtype`),
     choices are names (`moment_rounding == "dithered"`), absent numbers are None. `main_params_dtype` None means that
     the weights are their own masters. `print(policy)` shows every value and where it came from.
@@ -30,7 +30,7 @@ class Policy(PolicyFields):
     _origins: dict[str, tuple[int, int]]
 
     def __init__(self, values: Mapping[str, Any], origins: Mapping[str, tuple[int, int]]) -> None:
-        if len(values) < len(rows()):  # of a pickle that is older than a field; new ones are 0 by default
+        if len(values) < len(rows()):  # from a pickle that is older than some fields; these default to 0
             values = {**_decode(PolicyStruct(size=ctypes.sizeof(PolicyStruct))), **values}
             origins = {row.name: origins.get(row.name, (constants.SOURCE_DEFAULT, -1)) for row in rows()}
         object.__setattr__(self, "_values", dict(values))
@@ -39,7 +39,7 @@ class Policy(PolicyFields):
     def _value_of(self, name: str) -> Any:
         return self._values[name]
 
-    if not TYPE_CHECKING:  # for a checker, a field that does not exist is an error
+    if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any attribute
 
         def __getattr__(self, name: str) -> Any:
             if name[:1] == "_":
@@ -91,28 +91,28 @@ class Policy(PolicyFields):
         return self._config(constants.SIDE_DDP)
 
     def _explicit(self, name: str) -> Any:
-        """What somebody set, in a configuration, an override or a hook's answer; None where nobody did."""
+        """Returns the value if it was set by a configuration, an override or a hook; else None."""
         return self._values[name] if self._origins[name][0] in _EXPLICIT else None
 
-    # Set by torch_ext/__init__.py: the scaler stands above this package.
+    # Set by torch_ext/__init__.py, because this package must not import `amp`, which is above it.
     _make_grad_scaler: ClassVar[Callable[..., torch.amp.GradScaler]]
 
     def grad_scaler(self, device: str = "cpu", process_group: Any = None) -> "torch.amp.GradScaler":
-        """The dynamic loss scale of this policy, as a torch.amp.GradScaler; disabled unless the policy is fp16.
+        """Returns the dynamic loss scale of this policy, as a torch.amp.GradScaler; disabled unless the policy is fp16.
 
         device: type of the device that losses and gradients are on: "cpu" or "cuda".
-        process_group: of the ranks that skip the same steps: all that hold replicas or parts of the model; None: the
-            default group, where there is one.
+        process_group: the ranks that have to skip the same steps: all that hold replicas or shards of the model. None:
+            the default group, if there is one.
         """
         return self._make_grad_scaler(self, device=device, process_group=process_group)
 
     def row(self, dtype: torch.dtype, computed: torch.dtype | None = None) -> "Policy":
-        """The policy for those parameters of the model that have another dtype (fp32 norms in a bf16 model).
+        """Returns the policy for those parameters of the model that have another dtype (fp32 norms in a bf16 model).
 
-        Explicit values stay, all others are those of a model in `dtype`; where that is `shard_dtype`, parameters in it
-        are masters of what is computed in `param_dtype`, and all values stay. computed: what FSDP2 computes these
-        parameters in, where that is known: shards that are computed in their own dtype are nobody's masters. Raises
-        ValueError where there is none.
+        Explicit values stay; all others become those of a model in `dtype`. If `dtype` is `shard_dtype`, all values
+        stay: such parameters are the masters of weights that are computed in `param_dtype`. computed: the dtype in
+        which FSDP2 computes with these parameters, if known; if it is `dtype`, the shards are not masters. Raises
+        ValueError if there is no policy for `dtype`.
         """
         if dtype == self.param_dtype:
             return self

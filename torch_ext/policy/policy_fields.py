@@ -1,5 +1,5 @@
-"""The fields of a policy with their types, for readers, help() and type checkers; what they are is the table in
-csrc/policy.def, with which tests/torch/test_policy.py compares every one."""
+"""The fields of a policy with their types, for readers, help() and type checkers. csrc/policy.def defines the fields;
+tests/torch/test_policy.py compares this file with it."""
 
 from typing import Any, Generic, Literal, NoReturn, TypeVar, overload
 
@@ -12,7 +12,7 @@ _Rounding = Literal["nearest", "dithered", "stochastic"]
 
 
 class Field(Generic[T]):
-    """A field that can be read, and not set."""
+    """A read-only field of a policy."""
 
     def __init__(self, doc: str) -> None:
         self.__doc__ = doc
@@ -32,7 +32,7 @@ class Field(Generic[T]):
 
 
 class PolicyFields:
-    """What a policy decides, under Megatron-LM's names."""
+    """The fields of a policy, under Megatron-LM's names."""
 
     __slots__ = ()
 

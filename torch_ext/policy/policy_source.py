@@ -1,4 +1,4 @@
-"""What load_policy is given as a model: its dtype, and what FSDP2's MixedPrecisionPolicy computes in."""
+"""Finds the dtype of load_policy's argument `model`, and the dtype in which FSDP2's MixedPrecisionPolicy computes."""
 
 from collections import Counter
 from typing import Any, NamedTuple
@@ -11,16 +11,16 @@ from torch_ext.policy import fsdp_groups
 
 
 class Precision(NamedTuple):
-    """The dtypes of a parameter."""
+    """The dtypes of a parameter that FSDP2 shards."""
 
     computed: torch.dtype
-    """Of forward and backward."""
+    """The dtype in forward and backward."""
     own: torch.dtype
-    """Of the parameter itself: with FSDP2, of its shards."""
+    """The dtype of the parameter's shards."""
 
 
 def precisions(model: nn.Module) -> dict[int, Precision]:
-    """Of the parameters that FSDP2 shards, by the ids of their sharded and unsharded tensors."""
+    """Returns the dtypes of the parameters that FSDP2 shards, by the ids of their sharded and unsharded tensors."""
     found: dict[int, Precision] = {}
     for group in fsdp_groups.in_model(model):
         for param in group.fsdp_params:
@@ -32,8 +32,8 @@ def precisions(model: nn.Module) -> dict[int, Precision]:
 
 
 class Source(NamedTuple):
-    """What decides beside settings: the model's tx_dtype (0: none is given), flags, and the tx_dtype of FSDP2's
-    shards."""
+    """What load_policy's arguments say of the model: its tx_dtype (0: not given), the flags, and the tx_dtype of
+    FSDP2's shards (0: none that are masters)."""
 
     dtype: int
     bf16: bool | None
@@ -42,7 +42,8 @@ class Source(NamedTuple):
 
 
 def of(model: Any, bf16: bool | None, fp16: bool | None) -> Source:
-    """See `load_policy`. TypeError or ValueError for a model that is none, or in a dtype that is not trained."""
+    """Returns the source for `load_policy`'s arguments. Raises TypeError for an illegal kind of model, ValueError for a
+    dtype that cannot be trained."""
     shards = None
     if model is None:
         return Source(0, bf16, fp16)
@@ -69,8 +70,9 @@ def of(model: Any, bf16: bool | None, fp16: bool | None) -> Source:
 
 
 def _model_dtypes(model: torch.nn.Module) -> tuple[torch.dtype, torch.dtype | None]:
-    """The dtype of most trainable elements (of all floating-point ones where nothing is trainable), and float32 where
-    most of these lie in fp32 shards of FSDP2 and are computed in the former."""
+    """Returns the dtype of most trainable elements (of all floating-point ones if nothing is trainable), and the dtype
+    of FSDP2's shards: float32 if most of these elements are in fp32 shards that are computed in a narrower dtype, else
+    None."""
     of_shards = precisions(model)
     parameters = [p for p in model.parameters() if p.is_floating_point()]
     elements: Counter[torch.dtype] = Counter()
@@ -78,7 +80,7 @@ def _model_dtypes(model: torch.nn.Module) -> tuple[torch.dtype, torch.dtype | No
     for p in [p for p in parameters if p.requires_grad] or parameters:
         computed, own = of_shards.get(id(p), (p.dtype, p.dtype))
         masters = own == torch.float32 and computed.itemsize < own.itemsize
-        dtype = computed if masters else own  # shards that are no wider are no masters
+        dtype = computed if masters else own  # a shard that is no wider than the computed weight is no master
         elements[dtype] += max(p.numel(), 1)
         sharded[dtype] += max(p.numel(), 1) if masters else 0
     if not elements:

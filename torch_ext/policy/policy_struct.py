@@ -1,4 +1,4 @@
-"""tx_policy as a ctypes struct, made from what the library says of its fields."""
+"""tx_policy and related structs in ctypes, built from the library's table of fields."""
 
 import ctypes
 import functools
@@ -12,12 +12,12 @@ from torch_ext.native import constants, dtypes, library, structs
 
 @structs.mirror("tx_policy_field")
 class _Field(library.Struct):
-    """A row of the table of keys."""
+    """tx_policy_field: a row of the table of policy fields."""
 
 
 @structs.mirror("tx_setting")
 class _Setting(library.Struct):
-    """One key and its value."""
+    """tx_setting: a key and its value."""
 
 
 _HOOK = ctypes.CFUNCTYPE(
@@ -32,31 +32,31 @@ _HOOK = ctypes.CFUNCTYPE(
 
 @structs.mirror("tx_policy_overrides", hook=_HOOK)
 class _Overrides(library.Struct):
-    """What the user sets on one side."""
+    """tx_policy_overrides: the user's settings, or hook, for one side (optimizer or data parallelism)."""
 
 
 @structs.mirror("tx_policy_args")
 class _Arguments(library.Struct):
-    """Everything that decides a policy."""
+    """tx_policy_args: everything from which a policy is derived."""
 
 
 @structs.mirror("tx_origin")
 class _Origin(library.Struct):
-    """Where a value is from."""
+    """tx_origin: where a value of the policy came from."""
 
 
 class _Row(NamedTuple):
     """A field of tx_policy: how it is stored and read."""
 
     name: str
-    choices: tuple[str | None, ...]  # of an enum, by value
+    choices: tuple[str | None, ...]  # names of an enum's values; the value is the index
     type: int
     side: int
 
 
 @functools.cache
 def rows() -> tuple[_Row, ...]:
-    """The library's table of policy fields, in its order."""
+    """Returns the library's table of policy fields, in its order."""
     field_at = library.function("tx_policy_field_at", ctypes.c_int32, restype=ctypes.POINTER(_Field))
     table: list[_Row] = []
     while field := field_at(len(table)):
@@ -69,7 +69,7 @@ def rows() -> tuple[_Row, ...]:
 
 @structs.mirror("tx_policy")
 class PolicyStruct(library.Struct):
-    """One field per key."""
+    """tx_policy: one field per key."""
 
 
 def _decode(struct: ctypes.Structure) -> dict[str, Any]:

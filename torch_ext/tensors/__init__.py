@@ -1,1 +1,1 @@
-"""What the other packages need to know of tensors: which can be trained, how they lie in memory, where it is."""
+"""Helpers for tensors: which can be trained, their memory order, and the memory under them."""

@@ -1,4 +1,4 @@
-"""Tensors as the operators take them: contiguous memory, elements in memory order."""
+"""Dense tensors. The operators take tensors as contiguous memory, with elements in memory order."""
 
 import contextlib
 import copy
@@ -16,7 +16,7 @@ from torch import Tensor
 
 TRAINED = (torch.float32, torch.bfloat16, torch.float16)
 
-# "This one has none", inside a list or for a single argument.
+# Stands for "no tensor" in an operator's arguments: for a single argument, or for one element of a list.
 NONE = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
@@ -26,14 +26,15 @@ _MAX_POOLED = 1 << 17  # bytes
 
 @contextlib.contextmanager
 def normal_tensors() -> Iterator[None]:
-    """Inside, no inference tensors are made, whatever mode the caller is in, and autograd records nothing."""
+    """Context in which new tensors are normal ones, even if the caller is in inference mode, and autograd records
+    nothing."""
     with torch.inference_mode(False), torch.no_grad():  # in this order: the first one turns recording on
         yield
 
 
 def is_dense(t: Tensor) -> bool:
-    """Whether the elements fill one range of memory, each once, in any order of dimensions (non-overlapping and
-    dense)."""
+    """Whether the tensor is non-overlapping and dense: its elements fill one range of memory, in any order of
+    dimensions."""
     if t.numel() and t.is_contiguous():  # without elements, strides may be any
         return True
     expected = 1
@@ -45,7 +46,7 @@ def is_dense(t: Tensor) -> bool:
 
 
 def dense_or_empty(t: Tensor) -> Tensor:
-    """t itself where it is dense, else uninitialised memory for a contiguous copy of it."""
+    """Returns t if it is dense, else an uninitialised contiguous tensor of its shape."""
     return t if is_dense(t) else torch.empty_like(t, memory_format=torch.contiguous_format)
 
 
@@ -64,20 +65,21 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def flat(t: Tensor) -> Tensor:
-    """A dense tensor's memory as a contiguous tensor: itself where it is contiguous, else a one-dimensional view."""
+    """Returns the memory of a dense tensor as a contiguous tensor: t itself if it is contiguous, else a 1-d view."""
     return t if t.is_contiguous() else t.detach().as_strided((t.numel(),), (1,), t.storage_offset())
 
 
 def like(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros of t's shape, and of its memory order where t is dense."""
+    """Returns zeros of t's shape, in t's memory order if t is dense."""
     if is_dense(t):
         return torch.zeros_like(t, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
     return torch.zeros(t.shape, dtype=dtype, device=t.device)
 
 
 def unpooled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialised. On the host, memory that goes back to the system as soon as the tensor is freed: where many large
-    tensors are made and freed between small ones, malloc's heap would fragment by as much as all of them together."""
+    """Returns an uninitialised tensor. Large CPU tensors are mapped, so that their memory returns to the system as soon
+    as they are freed. In malloc's heap, many large tensors that are freed between small ones could leave holes as large
+    as all of them together."""
     numel = prod(shape)
     if device.type != "cpu" or numel * dtype.itemsize < _MAX_POOLED:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -85,19 +87,20 @@ def unpooled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> 
 
 
 def unpooled_like(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """Uninitialised (see `unpooled`), of the shape and the memory order of the dense tensor t."""
+    """Returns an uninitialised tensor (see `unpooled`) of the shape and memory order of the dense tensor t."""
     return unpooled((t.numel(),), dtype, t.device).as_strided(t.shape, t.stride())
 
 
 def view_like(t: Tensor, flat: Tensor, start: int) -> Tensor:
-    """The elements of a flat tensor from `start` on as a tensor of t's shape, and of its memory order if t is dense."""
+    """Returns a view of a flat tensor from `start` on, of t's shape, and of t's memory order if t is dense."""
     if not is_dense(t):
         return flat[start : start + t.numel()].view(t.shape)
     return flat.as_strided(t.shape, t.stride(), flat.storage_offset() + start)
 
 
 def in_order_of(t: Tensor, values: Tensor) -> Tensor:
-    """`values` as contiguous memory in the order of the dense tensor t: a view where it has that order, else a copy."""
+    """Returns `values` as contiguous memory in the memory order of the dense tensor t: a view if `values` has that
+    order, else a copy."""
     if same_order(t, values):
         return flat(values)
     copy = torch.empty_like(t, dtype=values.dtype, memory_format=torch.preserve_format, requires_grad=False)
@@ -105,12 +108,12 @@ def in_order_of(t: Tensor, values: Tensor) -> Tensor:
 
 
 def contiguous(values: Tensor) -> Tensor:
-    """`values` as contiguous memory in whatever order it has: a view where it is dense, else a copy."""
+    """Returns `values` as contiguous memory: a view in its own memory order if it is dense, else a copy."""
     return flat(values) if is_dense(values) else values.contiguous()
 
 
 def refuse_param(p: Tensor, name: str) -> None:
-    """Raises where an optimizer of ours cannot train p; the message says what to do instead."""
+    """Raises ValueError or TypeError if torch_ext cannot train p; the message says what to do instead."""
     if torch.nn.parameter.is_lazy(p):
         raise ValueError(
             f"{name} is a parameter of a lazy module, which has no shape yet: call the model with a batch, and make "
@@ -145,7 +148,7 @@ def refuse_param(p: Tensor, name: str) -> None:
 
 
 def refuse_overlap(params: Sequence[Tensor], names: Sequence[str]) -> None:
-    """Raises where two parameters share memory: each would be stepped with the other's state."""
+    """Raises ValueError if two parameters share memory: the shared elements would be updated with both states."""
     ranges = []
     for p, name in zip(params, names, strict=True):
         if p.numel():
@@ -154,36 +157,38 @@ def refuse_overlap(params: Sequence[Tensor], names: Sequence[str]) -> None:
             ranges.append(((str(p.device), begin, begin + extent * p.element_size()), name, is_dense(p)))
     ranges.sort(key=lambda r: r[0])
     for ((device, begin, end), a, a_dense), ((b_device, b_begin, _), b, b_dense) in pairwise(ranges):
-        # Columns of one matrix interleave without sharing an element: only dense ones tell by their ranges.
+        # Two columns of one matrix interleave without sharing an element, so overlapping ranges count only if both
+        # parameters are dense.
         if device == b_device and b_begin < end and (begin == b_begin or (a_dense and b_dense)):
             raise ValueError(
                 f"{a} and {b} share memory; pass tied weights once, and views of one tensor as that tensor"
             )
 
 
-# Larger tensors get memory of their own, which is freed with them; what passing a tensor to an operator costs is little
-# beside stepping that many elements.
+# Elements. Larger tensors get memory of their own, which is freed with them. For so many elements the cost of passing a
+# tensor to an operator is small compared with the step.
 _MAX_SHARING = 1 << 16
 
 
 as_plain: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
-"""Inside, torch does not ask each SharingTensor whether it overrides an operator, which costs more than running it."""
+"""Context in which torch does not check each SharingTensor for overrides; the check costs more than the operator."""
 
 
 def send_by_value(kind: type[Tensor]) -> None:
-    """Tensors of this very class, whose pickles are of temporary tensors, reach other processes as bytes: torch would
-    send a descriptor of the temporary one's shared memory, which is closed before a process that is spawned gets it."""
+    """Makes multiprocessing send tensors of exactly this class as bytes. For classes that are pickled as a temporary
+    tensor: torch would send a descriptor of the temporary tensor's shared memory, which is closed before a spawned
+    process receives it."""
     ForkingPickler.register(kind, lambda t: (pickle.loads, (pickle.dumps(t, pickle.HIGHEST_PROTOCOL),)))
 
 
 class SharingTensor(Tensor):
-    """One of many that share a storage. Pickled (by torch.save, a queue of processes, Ray) it is its own elements and
-    not the whole storage; those that are deep-copied together still share one."""
+    """One of many tensors that share a storage. Pickling it (torch.save, a multiprocessing queue, Ray) writes its own
+    elements only, not the whole storage. Tensors that are deep-copied together share a storage again."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Files hold plain tensors."""
+        """Pickles as a plain tensor, so that files contain no class of ours."""
         return self.detach().clone().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -198,9 +203,10 @@ send_by_value(SharingTensor)
 
 
 def zeros_like(wanted: Sequence[tuple[Tensor, torch.dtype]]) -> list[Tensor]:
-    """Zeros of each tensor's shape and device, of its memory order where it is dense, in the dtype beside it.
+    """Returns zeros of each tensor's shape and device, in the given dtype, and in its memory order if it is dense.
 
-    Small ones of one dtype and device share a storage: views, one after the other, no two in one cache line.
+    Small tensors of one dtype and device share a storage: they are views one after the other, each in its own cache
+    lines.
     """
     found: list[Tensor | None] = [None] * len(wanted)
     together: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -220,7 +226,7 @@ def zeros_like(wanted: Sequence[tuple[Tensor, torch.dtype]]) -> list[Tensor]:
 
 
 def aligned_offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """sizes: bytes. Where memories of these sizes begin in one, each at a cache line, and the bytes of all."""
+    """Packs blocks of these sizes (bytes), each aligned to a cache line. Returns their offsets and the total size."""
     offsets, end = [], 0
     for nbytes in sizes:
         offsets.append(end)
@@ -229,5 +235,5 @@ def aligned_offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
 
 
 def aligned(nbytes: int) -> int:
-    """The next multiple of a cache line."""
+    """Rounds up to a multiple of a cache line."""
     return -(-nbytes // _CACHE_LINE) * _CACHE_LINE

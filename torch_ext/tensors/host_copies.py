@@ -1,6 +1,6 @@
-"""Host memory that a device copies from and to fast, and these copies: the one place that makes either.
+"""Allocates pinned host memory, and copies between host and device. No other module does either.
 
-Without an accelerator host memory stands in for the device's: the same code runs, and nothing has to be pinned.
+Without an accelerator, host memory stands in for the device's: the same code runs, and nothing has to be pinned.
 """
 
 import ctypes
@@ -15,10 +15,10 @@ from torch import Tensor
 from torch_ext.native import library
 
 CHUNK = 1 << 22
-"""Bytes that a thread copies at a time. Threads take the next chunk when they are done with one, of whichever pair: a
-parallel region for each pair would wait for its slowest thread every time."""
+"""Bytes that a thread copies at a time. A thread that finishes a chunk takes the next one, of any pair. One parallel
+region per pair would wait for its slowest thread each time."""
 
-_BRIEF = 1 << 15  # bytes that are copied sooner than another thread gives the interpreter's lock back
+_BRIEF = 1 << 15  # bytes; copying so few is faster than releasing the GIL and getting it back from another thread
 _PAGE = 1 << 12
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE: Linux >= 5.14; others refuse it, and pages are faulted in one by one
 _madvise = ctypes.CDLL(None).madvise
@@ -26,16 +26,16 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def allocate(nbytes: int, pinned: bool) -> Tensor:
-    """Host memory, uint8 [nbytes], uninitialised. pinned: for copies from and to an accelerator."""
+    """Returns uninitialised host memory, uint8 [nbytes]. pinned: for copies from and to an accelerator."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned, device="cpu")
 
 
 def copy(pairs: Iterable[tuple[Tensor, Tensor]], *, fresh: bool = False) -> None:
     """Copies the second tensor of each pair to the first one. Shapes and dtypes of a pair are equal.
 
-    Between a device and pinned host memory the copy is queued on the device's current stream. Between host memories it
-    is done when this returns, by as many threads as torch has: tensors are contiguous then, no target overlaps anything
-    else, and fresh says that targets were just allocated.
+    Between a device and pinned host memory, the copy is queued on the device's current stream. Between host memories,
+    the copy is complete on return, and uses as many threads as torch does. Host tensors must be contiguous, and targets
+    must overlap nothing else. fresh: targets in host memory were just allocated.
     """
     on_host = []
     for target, source in pairs:
@@ -47,8 +47,8 @@ def copy(pairs: Iterable[tuple[Tensor, Tensor]], *, fresh: bool = False) -> None
 
 
 def copy_and_wait(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """`copy` between devices and pinned host memory, done when this returns: the copies of a device are queued one
-    behind the other, and the host waits for the last one of each."""
+    """Copies like `copy` between devices and pinned host memory, and waits for completion. The copies of a device are
+    queued one after the other, and the host waits only for the device's last one."""
     by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
     for target, source in pairs:
         by_device.setdefault(source.device if target.is_cpu else target.device, []).append((target, source))
@@ -59,14 +59,15 @@ def copy_and_wait(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 def synchronize(devices: Iterable[torch.device]) -> None:
-    """Waits until everything that these devices were told to do is done."""
+    """Waits for all queued work of these devices."""
     for device in devices:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
 
 
 def _copy_on_host(pairs: list[tuple[Tensor, Tensor]], fresh: bool) -> None:
-    step = CHUNK // 4 if fresh else CHUNK  # its pages are in the cache still when they are written
+    """Copies between host tensors in chunks, on as many threads as torch uses."""
+    step = CHUNK // 4 if fresh else CHUNK  # small enough that pages zeroed by the kernel are still in the cache
     chunks = [
         (target.data_ptr() + begin, source.data_ptr() + begin, min(step, target.nbytes - begin))
         for target, source in pairs
@@ -95,15 +96,15 @@ def _copy_on_host(pairs: list[tuple[Tensor, Tensor]], fresh: bool) -> None:
 
 
 def _populate(address: int, nbytes: int) -> None:
-    """Makes the pages of memory that was just allocated: many at once cost less than a fault for each, which is most of
-    what a copy into such memory costs."""
+    """Maps all pages of newly allocated memory at once. Otherwise each page costs a page fault when it is first
+    written, which is most of the cost of a copy into new memory."""
     begin = address // _PAGE * _PAGE
     _madvise(begin, address + nbytes - begin, _POPULATE_WRITE)
 
 
 @functools.cache
 def _copy_bytes(name: str, brief: bool = False) -> Callable[[int, int, int], None]:
-    """A copy of the library's on the calling thread: takes the addresses of the target and of the source, and the
-    bytes. It does not wait for torch's pool. brief: with the interpreter's lock, as `library.function` says."""
+    """Returns the library's copy function, called with the target's address, the source's address and the number of
+    bytes. It runs on the calling thread and does not wait for torch's thread pool. brief: see `library.function`."""
     pointer, nbytes = ctypes.c_void_p, ctypes.c_int64
     return library.function(name, pointer, pointer, nbytes, restype=None, brief=brief)

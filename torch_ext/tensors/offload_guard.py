@@ -1,7 +1,7 @@
-"""What is offloaded now (see `offloading/offload.py`), and the errors for who is about to use it.
+"""Records what is offloaded (see `offloading/offload.py`), and raises errors when it is about to be used.
 
-A storage is empty while it is offloaded: torch lets everybody read it, and the process dies. So this is asked where the
-library looks up memory for a use. As long as nothing is offloaded, asking costs next to nothing.
+An offloaded tensor has an empty storage. torch does not check that when the tensor is read, and the process crashes. So
+torch_ext checks here before it uses memory. The checks cost almost nothing while nothing is offloaded.
 """
 
 import weakref
@@ -15,19 +15,20 @@ from torch_ext.tensors.storage import is_released
 
 REMEDY = "call torch_ext.onload(model, optimizer) first"
 
-# Parameters -> their names.
+# Parameters whose weight (or gradient) is offloaded -> their names.
 params, grads = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
 optimizers: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()
-"""Those whose states are offloaded."""
+"""Optimizers whose states are offloaded."""
 
 
 def refuse_params(tensors: Iterable[Tensor], doing: str) -> None:
-    """RuntimeError, naming one, where parameters among these are offloaded. doing: what for, begins the message."""
+    """Raises RuntimeError, naming one, if parameters among these are offloaded. doing: the intended use, which begins
+    the message."""
     _refuse(params, "parameter", tensors, doing)
 
 
 def refuse_gradients(tensors: Iterable[Tensor], doing: str) -> None:
-    """RuntimeError where gradients of these parameters can be neither computed nor read."""
+    """Raises RuntimeError if one of these parameters, or its gradient, is offloaded."""
     if params or grads:
         tensors = list(tensors)
         _refuse(params, "parameter", tensors, doing)
@@ -35,25 +36,25 @@ def refuse_gradients(tensors: Iterable[Tensor], doing: str) -> None:
 
 
 def refuse_states(optimizer: torch.optim.Optimizer, doing: str) -> None:
-    """RuntimeError where the optimizer's states are offloaded."""
+    """Raises RuntimeError if the optimizer's states are offloaded."""
     if optimizers and optimizer in optimizers:
         raise RuntimeError(f"{doing}: the states of this optimizer are offloaded; {REMEDY}")
 
 
 def refuse_optimizer(optimizer: torch.optim.Optimizer, everyone: Iterable[Tensor]) -> None:
-    """RuntimeError where states of the optimizer, or the parameters that it makes them of, are offloaded."""
+    """Raises RuntimeError if states of the optimizer are offloaded, or parameters from which it creates states."""
     doing = "an optimizer steps, clips, saves or loads"
     refuse_states(optimizer, doing)
     refuse_params(everyone, doing)
 
 
 def is_away(optimizer: torch.optim.Optimizer, everyone: Iterable[Tensor]) -> bool:
-    """Whether `refuse_optimizer` would refuse."""
+    """Whether `refuse_optimizer` would raise."""
     return optimizer in optimizers or bool(params and any(p in params for p in everyone))
 
 
 def present(t: Tensor, what: str) -> Tensor:
-    """The tensor; RuntimeError where its memory is offloaded. what: begins the message."""
+    """Returns the tensor; raises RuntimeError if its memory is offloaded. what: begins the message."""
     if is_released(t):
         raise RuntimeError(f"{what} is offloaded; {REMEDY}")
     return t

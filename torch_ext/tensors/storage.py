@@ -1,4 +1,4 @@
-"""The memory under tensors: each storage once, however many tensors are views of it."""
+"""Finds the storages under tensors; a storage with many views counts once."""
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -8,21 +8,21 @@ from torch import Tensor
 
 
 class Memory(NamedTuple):
-    """A storage that has memory now."""
+    """A storage that is not empty."""
 
     storage: torch.UntypedStorage
     nbytes: int
     name: str
-    """Of the first tensor that was found to lie in it."""
+    """Name of the first tensor that was found to use this storage."""
 
 
 def unwrapped(t: Tensor) -> Iterator[Tensor]:
-    """The tensors with storages of their own that a tensor consists of: a DTensor's local tensor; itself of a plain
-    one."""
+    """Yields the tensors that hold the memory of t: the local tensor of a DTensor, the parts of any other wrapper, or
+    t itself if it is plain."""
     if hasattr(type(t), "__tensor_flatten__"):
         attributes, _ = t.__tensor_flatten__()  # type: ignore[attr-defined]
         for part in (getattr(t, attribute) for attribute in attributes):
-            if isinstance(part, Tensor):  # a DTensor names its device mesh, too
+            if isinstance(part, Tensor):  # __tensor_flatten__ of a DTensor lists its device mesh, too
                 yield from unwrapped(part)
     else:
         yield t
@@ -34,7 +34,7 @@ def is_released(t: Tensor) -> bool:
 
 
 def memories_of(named: Iterable[tuple[str, Tensor]]) -> dict[int, Memory]:
-    """The storages of these tensors by address, without released ones, meta tensors and sparse ones."""
+    """Returns the storages of these tensors by address, without empty ones. Meta and sparse tensors are skipped."""
     memories: dict[int, Memory] = {}
     for name, tensor in named:
         for t in unwrapped(tensor):
@@ -46,12 +46,12 @@ def memories_of(named: Iterable[tuple[str, Tensor]]) -> dict[int, Memory]:
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """All of it as uint8, one dimension."""
+    """Returns the whole storage as a 1-d uint8 tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def refuse_fixed(memories: Iterable[Memory]) -> None:
-    """RuntimeError, naming the tensor, where a storage cannot be released: its memory is not torch's alone."""
+    """Raises RuntimeError, naming the tensor, if a storage cannot be released because others use its memory, too."""
     for memory in memories:
         shared = memory.storage.device.type == "cpu" and memory.storage.is_shared()
         if shared or not memory.storage.resizable():

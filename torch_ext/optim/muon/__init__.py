@@ -1,1 +1,1 @@
-"""Muon: what steps whole matrices, beside AdamW's fused step."""
+"""Muon: the step of matrices; everything else of a model goes through AdamW's fused step."""

@@ -1,10 +1,12 @@
-"""The step of matrices that are cut over the ranks of a group: under optim, optim_grads and FSDP2.
+"""The step of matrices that are sharded over the ranks of a group: under optim, optim_grads and FSDP2.
 
-Note: rounds. What is done when is decided in C (tx_muon_exchange, where it is simulated, and its memory planned): in a
-round each rank orthogonalises one matrix at most. An all-to-all brings every owner the ranks' parts of its matrix, in
-the order of the ranks, which is that of the elements; another one takes the parts of the updates back. The momentum of
-the next round travels beside this one's products, and so do the updates of the last one. A parameter is stepped when
-all of its matrices came back on all ranks, so that one whose products failed is as it was on each of them.
+Note: rounds. A matrix can only be orthogonalised as a whole, but each rank has only a part of it. So work is done in
+rounds. In a round each rank orthogonalises at most one matrix, which it owns. An all-to-all sends the momentum's parts
+to the owner, in the order of the ranks, which is the order of the elements. A second all-to-all sends the parts of the
+update back. Transfers overlap with products: while a round is multiplied, the momentum of the next round and the
+updates of the last round are sent. A parameter is updated once all of its matrices have returned on all ranks. If the
+products of one of them failed, the parameter stays unchanged on every rank. The order of these actions is decided in C
+(tx_muon_exchange), where it is also simulated and its memory planned.
 """
 
 from collections.abc import Callable
@@ -21,12 +23,12 @@ from torch_ext.optim.muon.newton_schulz import NON_FINITE, NonFiniteProducts
 from torch_ext.optim.muon.products import Part, Products
 from torch_ext.optim.muon.whole_matrices import failure_of
 
-# What ranks tell each other of their products in a round.
-_MADE, _NON_FINITE, _NOT_MADE = range(3)
+# The outcome of a rank's products in a round, which it sends to all ranks.
+_OK, _NON_FINITE, _FAILED = range(3)
 
 
 class _Transfer(NamedTuple):
-    """A message to and from every rank, which are kept until it ended."""
+    """A collective in progress, with its buffers, which must stay alive until it has ended."""
 
     call: group_calls.Call
     into: Tensor
@@ -38,24 +40,24 @@ class _Transfer(NamedTuple):
 
 
 class CutRun:
-    """One step of the cut matrices of one group."""
+    """One step of the sharded matrices of one process group."""
 
     def __init__(
         self, exchange: Exchange, products: Products, grads: dict[MatrixMember, Tensor], scalars: StepScalars
     ) -> None:
-        """grads: this rank's parts, of all parameters that have matrices here."""
+        """grads: this rank's shards of the gradients, of all parameters that have matrices here."""
         self._exchange, self._products, self._grads, self._scalars = exchange, products, grads, scalars
-        self._momenta: dict[MatrixMember, Tensor] = {}  # which become the updates
-        self._coming: dict[int, _Transfer] = {}  # by round
-        self._own: dict[int, Tensor] = {}  # bytes of this rank's matrix
-        self._going: dict[int, tuple[_Transfer, _Transfer]] = {}  # updates, and how the products went
+        self._momenta: dict[MatrixMember, Tensor] = {}  # overwritten by the updates
+        self._incoming: dict[int, _Transfer] = {}  # round -> momentum on its way to its owner
+        self._own: dict[int, Tensor] = {}  # round -> bytes of this rank's matrix
+        self._outgoing: dict[int, tuple[_Transfer, _Transfer]] = {}  # round -> updates, and all ranks' outcomes
         self._bytes: Any = {"dtype": torch.uint8, "device": exchange.members[0].device}
-        self._outcome = _MADE  # of the last products
-        self._error: tuple[MatrixMember, Exception] | None = None  # this rank's first, and of which parameter
+        self._outcome = _OK  # of the products since the last _scatter
+        self._error: tuple[MatrixMember, Exception] | None = None  # this rank's first error, and its parameter
 
     def run(self) -> None:
-        """RuntimeError on every rank, naming the first parameter of which an owner's products were not finite or could
-        not be made; the others are stepped."""
+        """Runs the step. If an owner's products were not finite, or could not be computed, raises RuntimeError on every
+        rank, naming the first such parameter; all other parameters are updated."""
         for action in self._exchange.actions():
             _DO[action.kind](self, action)
         failed = self._exchange.failed()
@@ -63,55 +65,57 @@ class CutRun:
             member, error = self._error
             raise failure_of(member, error) from error
         if failed is not None:
-            raise failure_of(failed.member, RuntimeError(self._why))
+            raise failure_of(failed.member, RuntimeError(self._failure_reason))
 
-    def _make(self, action: Action) -> None:
+    def _compute_momentum(self, action: Action) -> None:
         member = self._exchange.members[action.param]
         with member.named():
-            into = torch.empty(member.weight.numel(), dtype=member.travels, device=member.device)
+            into = torch.empty(member.weight.numel(), dtype=member.transfer_dtype, device=member.device)
             self._momenta[member] = member.momentum(self._grads[member], self._scalars, into)
 
     def _gather(self, action: Action) -> None:
-        """Starts the way of this rank's parts to the owners."""
+        """Starts the all-to-all that sends this rank's parts of the momentum to the owners."""
         come, go = self._exchange.sizes(action.round)
-        parts = [self._part(one) for one in self._exchange.of_owners(action.round) if one is not None]
-        self._coming[action.round] = self._started("momentum", torch.cat(parts), come, go)
+        parts = [self._part(one) for one in self._exchange.matrices_of_round(action.round) if one is not None]
+        self._incoming[action.round] = self._start("momentum", torch.cat(parts), come, go)
 
     def _receive(self, action: Action) -> None:
-        self._own[action.round] = self._coming.pop(action.round).wait()
+        self._own[action.round] = self._incoming.pop(action.round).wait()
 
     def _multiply(self, action: Action) -> None:
-        """This rank's matrix of the round, in place."""
+        """Orthogonalises this rank's matrix of the round, in place."""
         one = self._exchange.own(action.round)
         assert one is not None
-        momentum = self._own[action.round].view(one.member.travels)
+        momentum = self._own[action.round].view(one.member.transfer_dtype)
         for _, failure in self._products.orthogonalise([Part(one.member, one.matrix, momentum)]):
             if isinstance(failure, NonFiniteProducts):
                 self._outcome = _NON_FINITE
-            elif failure is not None:  # raised at the end: the others wait for this rank
-                self._outcome, self._error = _NOT_MADE, self._error or (one.member, failure)
+            elif failure is not None:  # raised only at the end, because other ranks wait for this rank's messages
+                self._outcome, self._error = _FAILED, self._error or (one.member, failure)
 
     def _scatter(self, action: Action) -> None:
-        """Starts the way of this rank's update to all who have parts of it."""
+        """Starts the all-to-all that returns the updates to their ranks, and the all-gather of the outcomes."""
         come, go = self._exchange.sizes(action.round)
-        update = self._started("updates", self._own.pop(action.round), go, come)
+        update = self._start("updates", self._own.pop(action.round), go, come)
         group, outcome = self._exchange.owners.group, torch.tensor([self._outcome], **self._bytes)
         outcomes = torch.empty(group.size(), **self._bytes)
         call = group_calls.all_gather(list(outcomes.split(1)), outcome, group, "step(): how Muon's products went")
-        self._going[action.round] = update, _Transfer(call, outcomes, outcome)
-        self._outcome = _MADE
+        self._outgoing[action.round] = update, _Transfer(call, outcomes, outcome)
+        self._outcome = _OK
 
     def _install(self, action: Action) -> None:
-        """The parts of a round's updates."""
-        updates, outcomes = self._going.pop(action.round)
+        """Waits for a round's updates and copies them over this rank's momentum; reports failed matrices to C."""
+        updates, outcomes = self._outgoing.pop(action.round)
         update = updates.wait()
         for rank, outcome in enumerate(outcomes.wait().tolist()):
-            if outcome != _MADE:
+            if outcome != _OK:
                 self._exchange.fail(action.round, rank)
-                self._why = NON_FINITE if outcome == _NON_FINITE else _not_made(self._exchange.owners.group, rank)
+                self._failure_reason = (
+                    NON_FINITE if outcome == _NON_FINITE else _failure_text(self._exchange.owners.group, rank)
+                )
         _, go = self._exchange.sizes(action.round)
         for one, (begin, end) in zip(
-            self._exchange.of_owners(action.round), pairwise([0, *accumulate(go)]), strict=True
+            self._exchange.matrices_of_round(action.round), pairwise([0, *accumulate(go)]), strict=True
         ):
             if one is not None and begin < end:
                 self._part(one).copy_(update[begin:end])
@@ -119,32 +123,35 @@ class CutRun:
     def _update(self, action: Action) -> None:
         member = self._exchange.members[action.param]
         update = self._momenta.pop(member, None)
-        with member.named():  # one of which this rank has nothing counts the step
-            member.update(member.weight.new_empty(0, dtype=member.travels) if update is None else update, self._scalars)
+        with member.named():  # a parameter of which this rank has no elements still counts the step
+            member.update(
+                member.weight.new_empty(0, dtype=member.transfer_dtype) if update is None else update, self._scalars
+            )
 
     def _discard(self, action: Action) -> None:
         self._momenta.pop(self._exchange.members[action.param], None)
 
-    def _started(self, what: str, sent: Tensor, come: list[int], go: list[int]) -> _Transfer:
+    def _start(self, what: str, sent: Tensor, come: list[int], go: list[int]) -> _Transfer:
+        """Starts an all-to-all of bytes. come, go: bytes from and to each rank."""
         into = torch.empty(sum(come), **self._bytes)
         label = f"step(): {what} of Muon's matrices"
         group = self._exchange.owners.group
         return _Transfer(group_calls.all_to_all_single(into, sent, group, label, (come, go)), into, sent)
 
     def _part(self, one: CutMatrix) -> Tensor:
-        """This rank's bytes of a matrix: of its momentum, then of its update."""
+        """Returns this rank's bytes of a matrix: its momentum, later its update."""
         if one.own.start == one.own.stop:
             return torch.empty(0, **self._bytes)
         return self._momenta[one.member][one.own].view(torch.uint8)
 
 
-def _not_made(group: torch.distributed.ProcessGroup, rank: int) -> str:
+def _failure_text(group: torch.distributed.ProcessGroup, rank: int) -> str:
     ranks = torch.distributed.get_process_group_ranks(group)
     return f"rank {ranks[rank]} could not make the products of its Newton-Schulz iteration, and says why"
 
 
 _DO: dict[int, Callable[[CutRun, Action], None]] = {
-    Do.MOMENTUM: CutRun._make,
+    Do.MOMENTUM: CutRun._compute_momentum,
     Do.GATHER: CutRun._gather,
     Do.RECEIVE: CutRun._receive,
     Do.MULTIPLY: CutRun._multiply,

@@ -1,4 +1,4 @@
-"""The hyper-parameters of a group of Muon's: torch.optim.Muon's, and AdamW's for what is no matrix of Muon's."""
+"""The hyper-parameters of Muon's groups: torch.optim.Muon's for matrices, AdamW's for all other parameters."""
 
 import ctypes
 import functools
@@ -22,10 +22,10 @@ OF_MATRICES = (
     *("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"),
     *("ns", "ns_dtype"),
 )
-"""The keys that the step of a matrix reads; the first are torch.optim.Muon's arguments."""
+"""The keys of a group that the step of a matrix reads; all but `ns` and `ns_dtype` are torch.optim.Muon's arguments."""
 
 _ADAMW = ("lr", "betas", "eps", "weight_decay")
-_NOT_OURS = ("foreach", "fused", "amsgrad", "maximize", "capturable", "differentiable")
+_UNSUPPORTED = ("foreach", "fused", "amsgrad", "maximize", "capturable", "differentiable")
 
 
 @structs.mirror("tx_muon_group")
@@ -39,7 +39,7 @@ def _check_group() -> Callable[[Any, bytes], None]:
 
 
 def refuse(group: Group, where: str) -> None:
-    """Raises for hyper-parameters that no group may have, as `hyper_parameters.refuse`."""
+    """Raises TypeError or ValueError for illegal hyper-parameters of a group, as `hyper_parameters.refuse` does."""
     _refuse_kinds(group, where)
     numbers = (float(group[key]) for key in ("lr", "weight_decay", "momentum"))
     coefficients = map(float, items(group["ns_coefficients"]) or ())
@@ -49,7 +49,7 @@ def refuse(group: Group, where: str) -> None:
 
 
 def _refuse_kinds(group: Group, where: str) -> None:
-    for key in _NOT_OURS:
+    for key in _UNSUPPORTED:
         if group.get(key):
             raise ValueError(f"{where}{key}={group[key]!r} is not Muon's: leave it out; the step is always fused")
     for key, legal in (
@@ -74,8 +74,8 @@ def _refuse_kinds(group: Group, where: str) -> None:
 
 
 def as_adamw(group: Group) -> Group:
-    """What AdamW is told of a group: of the parameters that are no matrices of Muon's. `betas` were put there since the
-    group was made."""
+    """Returns the group's hyper-parameters for AdamW, for the parameters that Muon does not update. `betas` wins over
+    `adamw_betas`: it is there only if it was set after the group was created."""
     lr, ratio, decay, eps = (group[key] for key in ("lr", "adamw_lr_ratio", "adamw_weight_decay", "adamw_eps"))
     return {
         "lr": lr if ratio == 1.0 else lr * ratio,
@@ -93,7 +93,7 @@ def as_adamw(group: Group) -> Group:
 
 
 def refuse_another_algorithm(group: Group, where: str) -> None:
-    """ValueError where `algorithm` is no longer what the parameters of the group were divided by."""
+    """Raises ValueError if `algorithm` was changed after the group's parameters were assigned to Muon or AdamW."""
     algorithm, forms = group["algorithm"], list(zip(group["params"], group.get("matrices") or (), strict=False))
     of_adamw = [p for p, form in forms if form is None and p.numel()]
     if algorithm == "adamw" and any(form is not None for _, form in forms) or algorithm == "muon" and of_adamw:
@@ -104,7 +104,7 @@ def refuse_another_algorithm(group: Group, where: str) -> None:
 
 
 def dtype_name(ns_dtype: Any) -> str | None:
-    """As a group has it. ValueError for another dtype than fp32 and bf16."""
+    """Returns `ns_dtype` as groups store it: a name, or None. Raises ValueError unless it is fp32, bf16 or None."""
     for name, dtype in NS_DTYPES.items():
         if ns_dtype is dtype or ns_dtype == name:
             return name
@@ -114,8 +114,8 @@ def dtype_name(ns_dtype: Any) -> str | None:
 
 
 def adamw_defaults(given: Mapping[str, Any] | None, lr: Any, policy: Policy) -> dict[str, Any]:
-    """The argument `adamw` as keys of a group, and what the policy was set to where it does not say. lr: Muon's, to
-    which AdamW's keeps its ratio."""
+    """Returns the argument `adamw` as keys of a group; what it lacks comes from the policy or torch's defaults. lr:
+    Muon's, to which AdamW's lr keeps its ratio."""
     if given is not None and not isinstance(given, Mapping):
         raise TypeError(f"adamw is a {type(given).__name__}; a mapping of {', '.join(_ADAMW)} is legal")
     given = dict(given or {})
@@ -138,8 +138,8 @@ def adamw_defaults(given: Mapping[str, Any] | None, lr: Any, policy: Policy) -> 
 
 
 def own_group(group: Group, defaults: Group) -> Group:
-    """A group as it was given, with what it says of AdamW in its keys: one with algorithm='adamw' is AdamW's, with its
-    own lr, betas, eps and weight_decay."""
+    """Returns a copy of a user's group with its AdamW settings under the group's internal keys. The lr, betas, eps and
+    weight_decay of a group with algorithm='adamw' are AdamW's."""
     if not isinstance(group, dict):
         return group  # torch says what is wrong
     group = dict(group)
@@ -147,11 +147,11 @@ def own_group(group: Group, defaults: Group) -> Group:
         raise ValueError("decoupled_weight_decay is False in a group: Muon decouples it; leave it out")
     if "ns_dtype" in group:
         group["ns_dtype"] = dtype_name(group["ns_dtype"])
-    if "betas" in group:  # not as `betas`: schedulers that cycle momentum would take it for that
+    if "betas" in group:  # under another key: schedulers that cycle momentum would cycle `betas`
         group["adamw_betas"] = group.pop("betas")
     if group.get("algorithm") == "adamw":
         group.setdefault("eps", defaults["adamw_eps"])
-        group["adamw_eps"] = None  # eps is
+        group["adamw_eps"] = None  # None: AdamW uses the group's eps
         if "lr" in group:
             group.setdefault("adamw_lr_ratio", 1.0)
         if "weight_decay" in group:

@@ -1,4 +1,5 @@
-"""The order of the step of cut matrices: csrc/core/muon_exchange.c's, in which also their memory is planned."""
+"""The order in which sharded matrices are exchanged and updated: a binding of csrc/core/muon_exchange.c, which decides
+the order and plans the memory."""
 
 import ctypes
 from collections.abc import Iterator, Sequence
@@ -13,21 +14,21 @@ from torch_ext.optim.muon.owners import CMatrix, Owners
 
 @structs.mirror("tx_muon_run")
 class _Run(library.Struct):
-    """Elements of a parameter."""
+    """tx_muon_run: a range of elements of a parameter."""
 
 
 @structs.mirror("tx_muon_exchange_args")
 class _Args(library.Struct):
-    """Matrices and ranks."""
+    """tx_muon_exchange_args: the matrices, and which rank has which elements."""
 
 
 @structs.mirror("tx_muon_action")
 class Action(library.Struct):
-    """kind: one of Do."""
+    """tx_muon_action: what to do (`kind`, one of Do), for which parameter or in which round."""
 
 
 class Do(IntEnum):
-    """tx_muon_do: what is done next."""
+    """tx_muon_do: the kinds of actions."""
 
     MOMENTUM = 1
     GATHER = 2
@@ -40,22 +41,23 @@ class Do(IntEnum):
 
 
 class CutMatrix(NamedTuple):
-    """One of a parameter's matrices, as a rank has it."""
+    """One of a parameter's matrices, and the part of it that this rank has."""
 
     member: MatrixMember
     matrix: Matrix
-    own: slice  # in this rank's elements of the parameter; an empty one: this rank has nothing of it
+    own: slice  # of this rank's elements of the parameter; empty if this rank has no part of the matrix
 
 
 class Exchange:
-    """Of the matrices that are cut over one process group; kept from step to step."""
+    """The exchange of the matrices that are sharded over one process group. Kept from step to step."""
 
     def __init__(self, members: Sequence[MatrixMember], owner_of: Sequence[Sequence[int]], owners: Owners) -> None:
-        """members: in the order in which they are stepped. owner_of: of each, of its matrices."""
+        """members: the parameters in the order of their updates. owner_of: for each parameter, the owner of each of its
+        matrices."""
         self.members, self.owners, self._world = list(members), owners, owners.group.size()
         self._matrices = [cut for m in members for cut in _cut(m)]
         rows = [
-            CMatrix.of(param, m, member.travels, member.ns_dtype, owner)
+            CMatrix.of(param, m, member.transfer_dtype, member.ns_dtype, owner)
             for param, (member, of) in enumerate(zip(members, owner_of, strict=True))
             for m, owner in zip(member.matrices, of, strict=True)
         ]
@@ -74,7 +76,7 @@ class Exchange:
         self._machine = ctypes.c_void_p()
 
     def actions(self) -> Iterator[Action]:
-        """Of one step."""
+        """Yields the actions of one step in their order. Each must be done before the next one is asked for."""
         pointer = ctypes.c_void_p
         init = library.function("tx_muon_exchange_init", pointer, pointer, pointer)
         follow = library.function("tx_muon_exchange_next", pointer, pointer, restype=ctypes.c_int32, brief=True)
@@ -84,19 +86,20 @@ class Exchange:
             yield action
 
     def matrix(self, in_round: int, rank: int) -> CutMatrix | None:
-        """That a rank orthogonalises in a round."""
-        number = self._number(in_round, rank)
+        """Returns the matrix that a rank orthogonalises in a round; None: it has none."""
+        number = self._matrix_index(in_round, rank)
         return None if number < 0 else self._matrices[number]
 
-    def of_owners(self, in_round: int) -> list[CutMatrix | None]:
-        """By rank."""
+    def matrices_of_round(self, in_round: int) -> list[CutMatrix | None]:
+        """Returns the matrix that each rank orthogonalises in a round."""
         return [self.matrix(in_round, rank) for rank in range(self._world)]
 
     def own(self, in_round: int) -> CutMatrix | None:
         return self.matrix(in_round, self.owners.rank)
 
     def sizes(self, in_round: int) -> tuple[list[int], list[int]]:
-        """Bytes that come from each rank, of this one's matrix; and that go to each, of theirs."""
+        """Returns the bytes of this rank's matrix that each rank sends here, and the bytes of each rank's matrix that
+        this rank sends there."""
         int64 = ctypes.c_int64
         come, go = (int64 * self._world)(), (int64 * self._world)()
         found = library.function(
@@ -109,18 +112,18 @@ class Exchange:
         return list(come), list(go)
 
     def fail(self, in_round: int, rank: int) -> None:
-        """A rank's products of a round are none."""
+        """Reports that the products of a rank's matrix in this round failed. Every rank reports the same failures."""
         call = library.function("tx_muon_exchange_fail", ctypes.c_void_p, ctypes.c_int64, restype=None, brief=True)
-        call(self._machine, self._number(in_round, rank))
+        call(self._machine, self._matrix_index(in_round, rank))
 
     def failed(self) -> CutMatrix | None:
-        """The first of them, the same on all ranks when the step was done."""
+        """Returns the first matrix that failed, the same on all ranks once the step is done; None: none failed."""
         first = library.function("tx_muon_exchange_failed", ctypes.c_void_p, restype=ctypes.c_int64, brief=True)(
             self._machine
         )
         return None if first < 0 else self._matrices[first]
 
-    def _number(self, in_round: int, rank: int) -> int:
+    def _matrix_index(self, in_round: int, rank: int) -> int:
         int64 = ctypes.c_int64
         found = library.function("tx_muon_exchange_matrix", ctypes.c_void_p, int64, int64, restype=int64, brief=True)(
             self._machine, in_round, rank

@@ -1,4 +1,4 @@
-"""Which parameters Muon steps, and as which matrices."""
+"""Decides which parameters Muon updates, and as which matrices."""
 
 import gc
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,17 +16,19 @@ Split: TypeAlias = int | Sequence[int]
 
 
 class MatrixForm(NamedTuple):
-    """What a parameter of Muon's is; None in its place: AdamW steps it. Of two dimensions it is a matrix, of three a
-    batch of matrices (a stack of experts), of more one matrix of its first dimension by all others."""
+    """How a parameter is viewed as matrices. Lists of forms have None for parameters that AdamW updates.
 
-    flattened: bool  # one matrix, whatever its dimensions (a convolution)
-    split: tuple[int, ...] | None  # rows of the parts of each, which are orthogonalised by themselves
+    Two dimensions are one matrix, three a batch of matrices (a stack of experts). More dimensions are one matrix: the
+    first dimension by the product of all others."""
+
+    flattened: bool  # one matrix even with three dimensions (a convolution)
+    split: tuple[int, ...] | None  # rows of the parts of each matrix; the parts are orthogonalised separately
 
 
 class Matrix(NamedTuple):
-    """One of a parameter's matrices: its rows follow each other in memory."""
+    """One of a parameter's matrices; its rows are consecutive in memory."""
 
-    begin: int  # its first element in the parameter
+    begin: int  # index of its first element in the parameter
     rows: int
     columns: int
 
@@ -36,7 +38,7 @@ class Matrix(NamedTuple):
 
 
 def matrices(shape: Sequence[int], form: MatrixForm) -> list[Matrix]:
-    """Of a parameter of this shape, which has elements."""
+    """Returns the matrices of a parameter of this shape, which must have elements."""
     batch, rows, columns = _dimensions(shape, form)
     cuts = form.split or (rows,)
     found, begin = [], 0
@@ -48,20 +50,20 @@ def matrices(shape: Sequence[int], form: MatrixForm) -> list[Matrix]:
 
 
 def _dimensions(shape: Sequence[int], form: MatrixForm) -> tuple[int, int, int]:
-    """Matrices, and rows and columns of each."""
+    """Returns the number of matrices, and the rows and columns of each."""
     if len(shape) == 3 and not form.flattened:
         return shape[0], shape[1], shape[2]
     return 1, shape[0], torch.Size(shape[1:]).numel()
 
 
 class Chooser:
-    """The arguments of the constructor that say so. Holds no module (see `Selection`)."""
+    """Decides by the constructor's arguments which parameters are matrices. Holds no module (see `Selection`)."""
 
     def __init__(
         self, of_adamw: Kept | Iterable[Kept], split: Mapping[str, Split] | None, model: nn.Module | None
     ) -> None:
-        """of_adamw: matrices that AdamW steps. split: by pattern of names, into how many equal parts, or the rows of
-        each. model: whose embeddings, heads and convolutions are known."""
+        """of_adamw: matrices that AdamW updates. split: pattern of names -> number of equal parts, or the rows of each
+        part. model: given if known; its output layer is left to AdamW."""
         self._given = Selection(of_adamw, "adamw_params")
         self._heads = Selection(_heads(model), "adamw_params")
         if split is not None and not isinstance(split, Mapping):
@@ -69,7 +71,8 @@ class Chooser:
         self._split = {pattern: (Selection((pattern,), "split"), parts) for pattern, parts in (split or {}).items()}
 
     def forms(self, group: dict[str, Any], where: str) -> list[MatrixForm | None]:
-        """Of a group's parameters. ValueError, naming the parameter, where Muon cannot step it as it was told."""
+        """Returns the form of each of a group's parameters, None for AdamW's. Raises ValueError, naming the parameter,
+        if Muon cannot update it as `algorithm` or `split` demands."""
         params: list[Tensor] = group["params"]
         names = group.get("param_names") or [None] * len(params)
         shown = [f"parameter {i} of the group" if name is None else repr(name) for i, name in enumerate(names)]
@@ -90,7 +93,9 @@ class Chooser:
         flattened = _are_of(params, (nn.modules.conv._ConvNd,)) if any(p.dim() == 3 for p in params) else left_out
         splits = self._splits(params, names)
         return [
-            None if left_out[i] or p.dim() < 2 or p.numel() == 0 else _form(p, flattened[i], splits[i], where, shown[i])
+            None
+            if left_out[i] or p.dim() < 2 or p.numel() == 0
+            else _form_of(p, flattened[i], splits[i], where, shown[i])
             for i, p in enumerate(params)
         ]
 
@@ -106,7 +111,7 @@ class Chooser:
         return found
 
     def refuse_unused(self, groups: Sequence[dict[str, Any]]) -> None:
-        """ValueError for a name, a pattern, a module or a type that selects none of the parameters."""
+        """Raises ValueError for a name, a pattern, a module or a type that selects none of the parameters."""
         params, keys = param_groups.everyone(list(groups)), param_groups.keys(list(groups))
         names = [key if isinstance(key, str) else None for key in keys]
         for selection in (self._given, *(selection for selection, _ in self._split.values())):
@@ -114,8 +119,8 @@ class Chooser:
 
 
 def _are_of(params: Sequence[Tensor], kinds: Sequence[type[nn.Module]]) -> list[bool]:
-    """Whether each belongs to a module of one of these types: a parameter does not know its module, so all objects are
-    looked at; by their exact types, in a few milliseconds."""
+    """Returns for each parameter whether it belongs to a module of one of these types. A parameter does not know its
+    module, so this searches all objects of the process. Comparing exact types keeps that to a few milliseconds."""
     exact = set(kinds)
     for kind in list(exact):
         exact |= _subclasses(kind)
@@ -134,13 +139,14 @@ def _subclasses(kind: type[Any]) -> set[type[Any]]:
 
 
 def _heads(model: nn.Module | None) -> list[nn.Module]:
-    """The model's output layer, as Hugging Face's models tell it. One that is tied to an embedding is that one."""
+    """Returns the model's output layer if it has Hugging Face's get_output_embeddings(). A head that is tied to an
+    embedding needs no entry: it is the embedding's parameter."""
     tell = getattr(model, "get_output_embeddings", None)
     head = tell() if callable(tell) else None
     return [head] if isinstance(head, nn.Module) else []
 
 
-def _form(p: Tensor, flattened: bool, split: Split | None, where: str, name: str) -> MatrixForm:
+def _form_of(p: Tensor, flattened: bool, split: Split | None, where: str, name: str) -> MatrixForm:
     form = MatrixForm(flattened or p.dim() > 3, None)
     if split is None:
         return form

@@ -1,4 +1,4 @@
-"""A parameter of Muon's, with its two passes over memory: momentum, and update."""
+"""A parameter that Muon updates, with the two operators that read and write its memory: momentum and update."""
 
 import contextlib
 import ctypes
@@ -17,34 +17,35 @@ from torch_ext.tensors import dense
 
 
 class StepScalars(NamedTuple):
-    """What is the same for all parameters of one step."""
+    """Arguments that are the same for all parameters of one step."""
 
     seed: int
     moment_rounding: int
     weight_rounding: int
-    grad_scale: Tensor  # fp32, one element or none
+    grad_scale: Tensor  # fp32, one element, or empty for none
     clip_coef: Tensor  # likewise
     external: int  # tx_external_write
-    resynced: Tensor  # int64, one element: is added to
+    resynced: Tensor  # int64, one element: the number of resynced masters is added to it
     averaging: tuple[float, int]  # ema_decay, ema_every
 
 
 class Piece(NamedTuple):
-    """What this rank has of one of a parameter's matrices."""
+    """The part of one of a parameter's matrices that this rank has."""
 
-    matrix: int
-    begin: int  # in this rank's elements of the parameter
+    matrix: int  # index in the parameter's matrices
+    begin: int  # [begin, end) of this rank's elements of the parameter
     end: int
 
 
-def travels_in(wire: torch.dtype | None, products: torch.dtype) -> torch.dtype:
-    """In which momentum goes to the products and the update comes back, rounded to it in every world, so that each has
-    the same bits. wire: of gradients."""
+def transfer_dtype_of(wire: torch.dtype | None, products: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which momentum is sent to its owner and the update is sent back. Both are rounded to it for
+    every world size, one rank included, so that all have the same bits. wire: the gradients' dtype between ranks.
+    products: the dtype of the matrix products."""
     return torch.bfloat16 if torch.bfloat16 in (wire, products) else torch.float32
 
 
 class MatrixMember:
-    """Kept from step to step."""
+    """A parameter that Muon updates, or this rank's shard of it. Kept from step to step."""
 
     def __init__(
         self,
@@ -54,7 +55,8 @@ class MatrixMember:
         wire: torch.dtype | None,
         sharing: Sharing | None,
     ) -> None:
-        """group: of the optimizer. wire: the dtype in which gradients travel. sharing: see `sharing_of`."""
+        """group: the parameter's group in the optimizer. wire: the gradients' dtype between ranks. sharing: see
+        `sharing_of`."""
         self.state, self.group, self.sharing, self._wire = state, group, sharing, wire
         self.weight = dense.flat(state.weight.detach()).view(-1)
         self.matrices: list[Matrix] = matrices(state.param.shape, form)
@@ -79,18 +81,18 @@ class MatrixMember:
 
     @property
     def widest(self) -> int:
-        """The most that the smaller dimension of one of its matrices is."""
+        """The largest of its matrices' smaller dimensions."""
         return max(min(m.rows, m.columns) for m in self.matrices)
 
     @property
     def ns_dtype(self) -> torch.dtype:
-        """Of the products."""
+        """The dtype of the matrix products."""
         return hyper.NS_DTYPES[self.group["ns_dtype"]]
 
     @property
-    def travels(self) -> torch.dtype:
-        """See `travels_in`."""
-        return travels_in(self._wire, self.ns_dtype)
+    def transfer_dtype(self) -> torch.dtype:
+        """See `transfer_dtype_of`."""
+        return transfer_dtype_of(self._wire, self.ns_dtype)
 
     def iteration(self) -> newton_schulz.Iteration:
         group = self.group
@@ -98,14 +100,14 @@ class MatrixMember:
         return newton_schulz.Iteration((a, b, c), int(group["ns_steps"]), float(group["eps"]), group["ns"])
 
     def operations(self) -> list[float]:
-        """Of each matrix."""
+        """Returns the number of operations for each matrix (`newton_schulz.operations`)."""
         iteration, dtype = self.iteration(), self.ns_dtype
         return [
             newton_schulz.operations(m.rows, m.columns, iteration.steps, iteration.kind, dtype) for m in self.matrices
         ]
 
     def momentum(self, grad: Tensor, scalars: StepScalars, into: Tensor) -> Tensor:
-        """Steps the momentum; `into` becomes what is to be orthogonalised of this rank's elements, and is returned."""
+        """Updates the momentum. Writes this rank's elements of the matrices to orthogonalise to `into`; returns it."""
         ops.call_unversioned(
             "muon_momentum_",
             *([grad], self._flat("momentum_buffer"), self._flat("scales"), [into], [self.state.state["step"]]),
@@ -115,26 +117,26 @@ class MatrixMember:
         return into
 
     def update(self, update: Tensor, scalars: StepScalars) -> None:
-        """Steps weights and masters, and counts the step."""
+        """Updates weights and masters, and increments the step count."""
         ops.call_unversioned(
             "muon_update_",
             *([self.weight], [update], self._flat(self.state.kinds.master), self._flat("checksum")),
             *([self.state.state["step"]], self._meta, self._parts, self._rates(), scalars.resynced),
-            *(*self._left_behind(), scalars.seed, scalars.weight_rounding, scalars.external, *scalars.averaging),
+            *(*self._step_outputs(), scalars.seed, scalars.weight_rounding, scalars.external, *scalars.averaging),
         )
 
     def _flat(self, key: str | None) -> list[Tensor]:
-        """A stored state as the operators take it: none where there is none."""
+        """Returns a stored state as a list for the operators; an empty list if there is no such state."""
         value = self.state.state.get(key) if key else None
         return [] if value is None else [dense.flat(value).view(-1)]
 
-    def _left_behind(self) -> list[list[Tensor]]:
-        """changed, moved, distances, emas, ema_lows and healths of muon_update_."""
+    def _step_outputs(self) -> list[list[Tensor]]:
+        """Returns the arguments changed, moved, distances, emas, ema_lows and healths of muon_update_."""
         found = self.state.left_behind()
         return [[] if one is None else [dense.flat(one).view(-1)] for one in found]
 
     def _rates(self) -> Tensor:
-        """tx_muon_rate of each piece."""
+        """Returns one row (tx_muon_rate) per piece: the factors of the update and of weight decay."""
         lr, decay = float(self.group["lr"]), float(self.group["weight_decay"])
         match = int(self.group["adjust_lr_fn"] == "match_rms_adamw")
         ratio_of = library.function(
@@ -146,7 +148,7 @@ class MatrixMember:
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
-        """Inside, a RuntimeError names the parameter."""
+        """Context in which a RuntimeError gets the parameter's name."""
         try:
             yield
         except RuntimeError as refusal:

@@ -1,4 +1,4 @@
-"""The step of Muon's matrices: what is refused, and who does what."""
+"""The step of Muon's matrices: checks that raise before anything is written, and the division of work over ranks."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 
 class _GroupPlan(NamedTuple):
-    """Of the matrices that the ranks of one process group share."""
+    """The division of work for the matrices that the ranks of one process group share."""
 
     owners: Owners
-    first: dict[MatrixMember, int]  # the number of each parameter's first matrix
-    exchange: Exchange | None  # of those that are cut
+    first: dict[MatrixMember, int]  # parameter -> index of its first matrix in `owners`
+    exchange: Exchange | None  # for sharded matrices; None if there are none
 
 
-def _all_of(runs: Sequence[Callable[[], None]]) -> None:
-    """Each, whatever others did not step."""
+def _run_all(runs: Sequence[Callable[[], None]]) -> None:
+    """Calls every function, even if one raises NotStepped; raises the first NotStepped at the end."""
     first: NotStepped | None = None
     for run in runs:
         try:
@@ -46,10 +46,10 @@ def _all_of(runs: Sequence[Callable[[], None]]) -> None:
 
 
 class MatrixStep:
-    """Kept from step to step, as a `StepPlan` is."""
+    """The step of all matrices of an optimizer. Kept from step to step, as a `StepPlan` is."""
 
     def __init__(self, members: Sequence[ParamState], optimizer: "Settings") -> None:
-        """RuntimeError, naming the parameter, for what Muon cannot step."""
+        """Raises RuntimeError, naming the parameter, if Muon cannot update one of the members."""
         groups = optimizer.param_groups
         forms = {p: form for group in groups for p, form in zip(group["params"], group["matrices"], strict=True)}
         for m in members:
@@ -64,17 +64,17 @@ class MatrixStep:
             )
             for m in members
         ]
-        self._checked: dict[int, list[Any]] = {}  # by group: values that were found legal
+        self._checked: dict[int, list[Any]] = {}  # group -> hyper-parameters that were found legal
         self.memory = FixedMemory([m.place for m in members])
         self._groups = list(dict.fromkeys(m.sharing.group for m in self._members if m.sharing is not None))
-        self._plans: dict[Any, _GroupPlan] = {}  # by process group; made by the first step
+        self._plans: dict[Any, _GroupPlan] = {}  # process group -> plan; created by the first step
         self._agreed: dict[Any, Owners] = vars(optimizer).setdefault("_owners_agreed", {})
         self._products = Products()
         self._averaging = optimizer.averaging.decay, optimizer.averaging.every
 
     def check_gradients(self, grads: Sequence[Tensor], found_inf: Tensor) -> None:
-        """Once in a step, before anything of it is done: RuntimeError for gradients that no step takes, and, where
-        nobody else knows (found_inf is empty), for those that are not finite. Collective where matrices are cut."""
+        """Raises RuntimeError for illegal gradients, and for non-finite ones unless `found_inf` already says whether
+        there are any. Called once per step, before anything is written. Collective if matrices are sharded."""
         for m, grad in zip(self._members, grads, strict=True):
             refuse_grad(m.state, grad)
         if found_inf.numel():
@@ -99,8 +99,9 @@ class MatrixStep:
         scalars: Sequence[Tensor],
         on_external_write: str,
     ) -> "MatrixRun":
-        """Everything that may be refused is: RuntimeError or MemoryError, naming the parameter; nothing has been
-        written then. shared: seed, moment_rounding, weight_rounding. scalars: grad_scale, clip_coef, found_inf."""
+        """Makes all remaining checks and returns the run. Raises RuntimeError or MemoryError, naming the parameter,
+        before anything is written. shared: seed, moment_rounding, weight_rounding. scalars: grad_scale, clip_coef,
+        found_inf."""
         grad_scale, clip_coef, found_inf = scalars
         skipped = found_inf.numel() > 0 and float(found_inf) != 0
         if on_external_write == "error":
@@ -114,7 +115,8 @@ class MatrixStep:
         return MatrixRun(self._plans, self._products, by_member, options, skipped)
 
     def _check_groups(self) -> None:
-        """ValueError or TypeError for what somebody changed in them to what is not legal."""
+        """Raises ValueError or TypeError if a group's hyper-parameters were changed to illegal values. Replaces an
+        `ns_dtype` of None by the measured one."""
         for index, group in {m.state.group: m.group for m in self._members}.items():
             if group["ns_dtype"] is None:
                 group["ns_dtype"] = self._faster_dtype()
@@ -124,7 +126,7 @@ class MatrixStep:
                 self._checked[index] = values
 
     def _faster_dtype(self) -> str:
-        """The same on all ranks. Collective."""
+        """Returns the name of the dtype in which products are faster, the same on all ranks. Collective."""
         distributed = torch.distributed
         alone = not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1
         if not self._groups and not alone:
@@ -134,36 +136,39 @@ class MatrixStep:
             )
         device = self._members[0].device
         if device.type != "cpu":
-            return "bfloat16"  # all GPUs that there are kernels for multiply it several times as fast
+            return "bfloat16"  # every GPU that our kernels support multiplies bf16 several times as fast as fp32
         code = list(hyper.NS_DTYPES).index(product_rate.faster_dtype(device))
         for group in self._groups:
             code = agreed_smallest(code, group, "the dtype of Muon's products", device)
         return list(hyper.NS_DTYPES)[code]
 
     def _make_plans(self) -> None:
-        """The first call is collective."""
+        """Creates the plan of each process group. The first call is collective; later ones do nothing."""
         for group in self._groups if not self._plans else ():
             members = [m for m in self._members if m.sharing is not None and m.sharing.group is group]
-            owners, first = self._planned(members, group), dict[MatrixMember, int]()
+            owners, first = self._owners_for(members, group), dict[MatrixMember, int]()
             for m in members:
                 first[m] = sum(len(before.matrices) for before in first)
             cut = [m for m in members if m.sharing and m.sharing.runs is not None]
             owner_of = [owners.of[first[m] : first[m] + len(m.matrices)] for m in cut]
             self._plans[group] = _GroupPlan(owners, first, Exchange(cut, owner_of, owners) if cut else None)
 
-    def _planned(self, members: Sequence[MatrixMember], group: Any) -> Owners:
-        """Once per set of matrices: a rank that makes its plan anew, as others do not, asks nobody."""
+    def _owners_for(self, members: Sequence[MatrixMember], group: Any) -> Owners:
+        """Returns the owners of these matrices. Collective only once per set of matrices: a rank that rebuilds its
+        MatrixStep, when the others do not, must not wait for them."""
         sizes = [size for m in members for size in m.operations()]
         ids = [m.state.id for m in members for _ in m.matrices]
         key = (group, *sizes, *ids)
         if key not in self._agreed:
-            matrices = [CMatrix.of(i, one, m.travels, m.ns_dtype) for i, m in enumerate(members) for one in m.matrices]
+            matrices = [
+                CMatrix.of(i, one, m.transfer_dtype, m.ns_dtype) for i, m in enumerate(members) for one in m.matrices
+            ]
             self._agreed[key] = Owners(sizes, matrices, ids, group, members[0].device)
         return self._agreed[key]
 
 
 class MatrixRun:
-    """One step of them, which nothing refuses any more."""
+    """One step of all matrices, after all checks have passed."""
 
     def __init__(
         self,
@@ -177,8 +182,8 @@ class MatrixRun:
         self._scalars, self._skipped = scalars, skipped
 
     def run(self, counts: Tensor, counted: bool) -> None:
-        """counts: `OptimizerStates.counts`. counted: a step that is skipped was counted already. NotStepped: of the
-        first parameter that was not."""
+        """Runs the step. counts: `OptimizerStates.counts`. counted: a skipped step was already counted there. Raises
+        NotStepped, naming the first parameter that was not updated."""
         if self._skipped:
             counts[0, 0] += int(not counted)
             return
@@ -198,4 +203,4 @@ class MatrixRun:
             if plan.exchange is not None:
                 runs.append(CutRun(plan.exchange, self._products, cut, scalars).run)
         alone = {m: g for m, g in self._grads.items() if m.sharing is None}
-        _all_of([*runs, replicated.finish, partial(step_alone, alone, self._products, scalars)])
+        _run_all([*runs, replicated.finish, partial(step_alone, alone, self._products, scalars)])

@@ -1,4 +1,4 @@
-"""Muon: whole matrices by their orthogonalised momentum, everything else of a model by AdamW, in one optimizer."""
+"""The optimizer Muon: updates matrices by their orthogonalised momentum, and everything else of a model by AdamW."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -20,49 +20,51 @@ from torch_ext.params.policy_choice import PolicyLike, States, policy_for
 
 
 class Muon(Adam):
-    """Muon (Jordan et al. 2024) with torch.optim.Muon's arguments and state_dict, in the dtypes of a policy, and AdamW
-    for what is no matrix.
+    """Muon (Jordan et al. 2024) with torch.optim.Muon's arguments and state_dict, in the dtypes of a policy. Parameters
+    that are no matrices are updated by AdamW.
 
     First torch's arguments:
 
     params: a model; or an iterable of parameters, of (name, parameter) pairs, or of groups (dicts with "params").
-        Matrices are Muon's, everything else is AdamW's. Of three dimensions a parameter is a batch of matrices
-        (a stack of experts, each orthogonalised by itself), of more, and where it belongs to a convolution, one matrix
-        of its first dimension by all others. The weights of nn.Embedding and nn.EmbeddingBag are AdamW's, heads that
-        are tied to them, too; and, where a model is given, the output layer that its get_output_embeddings() returns.
-        A group may say algorithm="muon" (then all of it must be matrices), or algorithm="adamw", with its own lr,
-        betas, eps and weight_decay.
-    lr: of both. A tensor of one element is legal.
+        Muon updates matrices, AdamW everything else. A parameter of three dimensions is a batch of matrices (a stack of
+        experts, each orthogonalised by itself). A parameter of more dimensions, or of a convolution, is one matrix: the
+        first dimension by all others. The weights of nn.Embedding and nn.EmbeddingBag are AdamW's, and so are heads
+        that are tied to them and, if a model is given, the output layer that its get_output_embeddings() returns.
+        A group may say algorithm="muon" (then all of its parameters must be matrices), or algorithm="adamw", with its
+        own lr, betas, eps and weight_decay.
+    lr: of both Muon and AdamW. A tensor of one element is legal.
     weight_decay: decoupled, of both.
     momentum: the decay of the average of the gradient, in [0, 1].
     nesterov: whether the update looks one step ahead.
     ns_coefficients: a, b and c of the step of the Newton-Schulz iteration, a X + b (X X^T) X + c (X X^T)^2 X.
-    eps: the least that a matrix's norm is taken for.
-    ns_steps: how many of these steps.
-    adjust_lr_fn: what lr is multiplied by for a matrix: "original" (or None), sqrt(max(1, rows / columns));
-        "match_rms_adamw", 0.2 sqrt(max(rows, columns)), which makes updates as large as AdamW's, whose lr and
-        weight_decay can be kept then.
+    eps: the lower bound of the norm that a matrix is divided by.
+    ns_steps: how many Newton-Schulz steps there are.
+    adjust_lr_fn: by what lr is multiplied for a matrix. "original" (or None): sqrt(max(1, rows / columns)).
+        "match_rms_adamw": 0.2 sqrt(max(rows, columns)), which makes updates as large as AdamW's, so that AdamW's lr and
+        weight_decay can be used.
 
-    And those beyond torch's, by keyword only:
+    Then arguments beyond torch's, by keyword only:
 
-    ns: "standard" iterates on the matrix; "gram" on its Gram matrix, of the smaller dimension, which takes fewer
-        operations where one dimension is the larger (5/9 for 4:1) and more for squares; "auto": whichever takes fewer
-        for the matrix at hand. Both are the same function of the matrix, but for rounding.
-    ns_dtype: torch.float32 or torch.bfloat16: of the products. None: the one in which this processor multiplies faster,
-        measured once, in the first step; it stands in the groups, and so in the state_dict. torch.optim.Muon's is bf16.
-    adamw: of what is AdamW's, where it differs: {"lr", "betas", "eps", "weight_decay"}. Under schedulers its lr keeps
-        its ratio to the group's. Not for groups with algorithm="adamw".
-    adamw_params: matrices that are AdamW's: names (of parameters or of modules around them; *, ? and [] as in file
-        names), modules, or types of modules; one, or several in a list.
-    split: by name or pattern, which matrices are several, one below the other (fused query, key and value; gate and
-        up): {"*qkv*": 3} for equal ones, {"*qkv*": (768, 128, 128)} by rows. Each is orthogonalised by itself.
+    ns: "standard" iterates on the matrix; "gram" on its Gram matrix of the smaller dimension. That takes fewer
+        operations for elongated matrices (5/9 for 4:1) and more for square ones. "auto": whichever takes fewer for each
+        matrix. Both compute the same function of the matrix, except for rounding.
+    ns_dtype: the dtype of the products, torch.float32 or torch.bfloat16. None: the one in which this processor
+        multiplies faster, measured once, in the first step; the choice is stored in the groups, and so in the
+        state_dict. torch.optim.Muon uses bf16.
+    adamw: hyper-parameters of AdamW that differ from the above: {"lr", "betas", "eps", "weight_decay"}. Under
+        schedulers its lr keeps its ratio to the group's lr. Not for groups with algorithm="adamw".
+    adamw_params: matrices that AdamW updates: names (of parameters, or of modules that contain them; *, ? and [] as in
+        file names), modules, or types of modules; one, or several in a list.
+    split: name or pattern -> parts, for weights in which several matrices are stacked by rows (fused query, key and
+        value; gate and up): {"*qkv*": 3} for equal parts, {"*qkv*": (768, 128, 128)} by rows. Each part is
+        orthogonalised by itself.
     states, min_8bit_size, keep_32bit, policy, moment_rounding, weight_rounding, seed, skip_nonfinite,
     on_external_write, ema_decay, ema_dtype, ema_every: as torch_ext.AdamW's. The momentum of matrices has exp_avg's
         dtype: 2 bytes per parameter with states="bf16_remainder", 1.01 with states="8bit".
 
-    An update is rounded to the policy's grad_comm_dtype where that is bf16, with one process as with many. A gradient
-    of a matrix that is not finite is a RuntimeError before anything is written, unless a clip, a loss scale or
-    skip_nonfinite has the step left out.
+    If the policy's grad_comm_dtype is bf16, an update is rounded to bf16, with one process as with many. A non-finite
+    gradient of a matrix raises RuntimeError before anything is written, unless a clip, a loss scale or skip_nonfinite
+    makes the step be skipped.
     """
 
     _decoupled = True
@@ -129,8 +131,8 @@ class Muon(Adam):
         self._chooser.refuse_unused(self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As AdamW's. And refused: a parameter that another group has, one that is no matrix in a group that says
-        algorithm="muon", and a split that does not fit."""
+        """Adds a group, as AdamW does. Raises ValueError also for a parameter that another group has, for a parameter
+        that is no matrix in a group with algorithm="muon", and for a split that does not fit."""
         before = len(self.param_groups)
         param_group = hyper.own_group(param_group, self.defaults)
         _refuse_shared(param_group, self.param_groups)
@@ -144,18 +146,18 @@ class Muon(Adam):
 
     @property
     def adamw_groups(self) -> list[dict[str, Any]]:
-        """The groups as AdamW's: with its hyper-parameters."""
+        """The groups with AdamW's hyper-parameters."""
         for i, group in enumerate(self.param_groups):
             hyper.refuse_another_algorithm(group, f"group {i}: ")
         return [hyper.as_adamw(group) for group in self.param_groups]
 
     def refuse_hyper(self, group: dict[str, Any], where: str) -> None:
-        """Raises for hyper-parameters that no group may have. where: for messages."""
+        """Raises TypeError or ValueError for illegal hyper-parameters of a group. where: begins the message."""
         hyper.refuse(group, where)
 
     def _fill(self, group: dict[str, Any], decoupled: bool | None) -> None:
         super()._fill(group, decoupled)
-        for key in ("differentiable", "decoupled_weight_decay"):  # which torch and Adam add to those that lack it
+        for key in ("differentiable", "decoupled_weight_decay"):  # torch and Adam add these to every group
             group.pop(key, None)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -163,7 +165,7 @@ class Muon(Adam):
 
 
 def _refuse_shared(group: Any, groups: list[dict[str, Any]]) -> None:
-    """ValueError, naming both, for a parameter that another group has: a tied weight is stepped once."""
+    """Raises ValueError, naming both, for a parameter that another group has: a tied weight is updated only once."""
     members = group.get("params", ()) if isinstance(group, dict) else ()
     if not isinstance(members, list | tuple):
         return

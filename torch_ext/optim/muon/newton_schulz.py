@@ -1,6 +1,7 @@
-"""Newton-Schulz iterations of matrices, whose products are decided in C (csrc/core/muon_iteration.c).
+"""Orthogonalises matrices by Newton-Schulz iterations. C decides the sequence of products (csrc/core/muon_iteration.c).
 
-On the CPU they are made from C, too (tx_torch_orthogonalise), several matrices at a time; on a GPU by torch, from here.
+On the CPU, C also runs the products (tx_torch_orthogonalise), of several matrices in parallel. On a GPU this module
+runs them with torch.
 """
 
 import ctypes
@@ -17,7 +18,7 @@ from torch_ext.optim.muon.hyper import ITERATIONS
 from torch_ext.optim.step_progress import NotStepped
 
 RESTART = {torch.float32: 0, torch.bfloat16: 3}
-"""Steps of the Gram iteration after which it begins anew; 0: never."""
+"""Dtype of the products -> number of steps after which the Gram iteration restarts; 0: never."""
 
 NON_FINITE = "the products of its Newton-Schulz iteration are not finite"
 
@@ -25,42 +26,42 @@ _REFUSED = "torch could not multiply its matrices, for lack of memory as a rule"
 
 
 class NonFiniteProducts(NotStepped):
-    """Of a matrix and a norm that are finite, which no legal iteration makes."""
+    """Raised if products of a finite matrix with a finite norm are not finite; no legal iteration leads to that."""
 
 
 class Iteration(NamedTuple):
-    """How the matrices of a parameter are orthogonalised."""
+    """The settings with which a parameter's matrices are orthogonalised."""
 
     coefficients: tuple[float, float, float]
     steps: int
-    eps: float  # norms are at least that
-    kind: str  # of ITERATIONS
+    eps: float  # lower bound of the norm that a matrix is divided by
+    kind: str  # one of ITERATIONS
 
 
 @structs.mirror("tx_muon_iteration")
 class _Iteration(library.Struct):
-    """Of one matrix."""
+    """tx_muon_iteration: the iteration of one matrix."""
 
 
 @structs.mirror("tx_muon_product")
 class _Product(library.Struct):
-    """One of an iteration's."""
+    """tx_muon_product: one product of an iteration."""
 
 
 @structs.mirror("tx_muon_job")
 class _Job(library.Struct):
-    """One matrix."""
+    """tx_muon_job: a matrix to orthogonalise on the CPU, and the outcome."""
 
 
 @structs.mirror("tx_muon_workspace")
 class _Workspace(library.Struct):
-    """Addresses."""
+    """tx_muon_workspace: the addresses of a `Workspace`."""
 
 
 @functools.cache
 def operations(rows: int, columns: int, steps: int, kind: str, dtype: torch.dtype, panel: int = 0) -> float:
-    """Multiplications and additions of all products (tx_muon_operations), the same on every machine unless the panel of
-    symmetric products is given."""
+    """Returns the multiplications and additions of all products (tx_muon_operations). The number is the same on every
+    machine, unless `panel`, the panel width of symmetric products, is given."""
     int64 = ctypes.c_int64
     count: Callable[..., float] = library.function(
         "tx_muon_operations", int64, int64, int64, ctypes.c_int32, int64, int64, restype=ctypes.c_double, brief=True
@@ -70,7 +71,8 @@ def operations(rows: int, columns: int, steps: int, kind: str, dtype: torch.dtyp
 
 @functools.cache
 def lanes(rows: int, columns: int, dtype: torch.dtype, threads: int) -> int:
-    """How many matrices like this one are multiplied at a time (tx_muon_lanes); 0: each by all threads."""
+    """Returns how many matrices of this size are multiplied in parallel, each by one thread (tx_muon_lanes); 0: one
+    after the other, each by all threads."""
     int64 = ctypes.c_int64
     count: Callable[..., int] = library.function(
         "tx_muon_lanes", int64, int64, ctypes.c_int32, int64, restype=int64, brief=True
@@ -79,10 +81,10 @@ def lanes(rows: int, columns: int, dtype: torch.dtype, threads: int) -> int:
 
 
 class Workspace:
-    """Memory beside one matrix, from one orthogonalisation to the next."""
+    """Scratch memory for the orthogonalisation of one matrix at a time, reused for the next one."""
 
     def __init__(self, numel: int, side: int, dtype: torch.dtype, device: torch.device) -> None:
-        """The most elements, and the largest smaller dimension, of a matrix."""
+        """numel: elements of the largest matrix. side: the largest of the matrices' smaller dimensions."""
         self.other = torch.empty(numel, dtype=dtype, device=device)
         self.squares = [torch.empty(side * side, dtype=dtype, device=device) for _ in range(4)]
 
@@ -91,15 +93,15 @@ class Workspace:
 
 
 class Task(NamedTuple):
-    """A matrix to be orthogonalised."""
+    """A matrix to orthogonalise."""
 
-    x: Tensor  # contiguous; becomes the result
+    x: Tensor  # contiguous; overwritten by the result
     norm: float  # the root of the sum of squares
     iteration: Iteration
-    alone: bool  # multiplied by one thread, beside others
+    alone: bool  # multiplied by a single thread, in parallel with other matrices
 
     def begin(self, panel: int) -> _Iteration:
-        """Divides x by its norm, as torch.optim.Muon does; the rest in C's words."""
+        """Divides x by its norm, as torch.optim.Muon does. Returns the iteration as C's struct."""
         self.x.mul_(1.0 / max(self.norm, self.iteration.eps))
         (a, b, c), (rows, columns) = self.iteration.coefficients, self.x.shape
         kind, restart = ITERATIONS.index(self.iteration.kind), RESTART[self.x.dtype]
@@ -107,8 +109,11 @@ class Task(NamedTuple):
 
 
 def orthogonalise(tasks: Sequence[Task], workspaces: Sequence[Workspace]) -> list[Exception | None]:
-    """Of each why it was not: NonFiniteProducts, or RuntimeError where torch had no memory. Those with `alone` are
-    multiplied first, as many at a time as there are workspaces; on a GPU all are multiplied one after the other."""
+    """Orthogonalises the matrices in place. Returns for each None, or why it failed: NonFiniteProducts, or RuntimeError
+    if torch could not allocate memory.
+
+    On the CPU, tasks with `alone` come first, as many in parallel as there are workspaces. On a GPU all tasks run one
+    after the other."""
     for task in tasks:
         if task.norm == 0.0:
             task.x.zero_()
@@ -119,6 +124,7 @@ def orthogonalise(tasks: Sequence[Task], workspaces: Sequence[Workspace]) -> lis
 
 
 def _on_cpu(tasks: Sequence[Task], workspaces: Sequence[Workspace]) -> list[Exception | None]:
+    """Runs the iterations on the CPU, in C, which calls torch's matrix products."""
     iterations = [task.begin(0) for task in tasks]
     jobs = (_Job * max(1, len(tasks)))(
         *(
@@ -140,6 +146,7 @@ def _failure(outcome: int) -> Exception | None:
 
 
 def _by_torch(task: Task, workspace: Workspace) -> Exception | None:
+    """Runs one iteration with torch, product by product, on the device of the matrix."""
     n, other = min(task.x.shape), workspace.other[: task.x.numel()].view_as(task.x)
     iteration, memory = task.begin(n), [task.x, other, *(s[: n * n].view(n, n) for s in workspace.squares)]
     pointer = ctypes.c_void_p
@@ -151,10 +158,10 @@ def _by_torch(task: Task, workspace: Workspace) -> Exception | None:
     products = (_Product * find(ctypes.byref(iteration), None, 0, *ends))()
     find(ctypes.byref(iteration), products, len(products), *ends)
     for p in products:
-        assert p.kind != constants.MUON_MIRRORED  # of one panel there is nothing to be copied
+        assert p.kind != constants.MUON_MIRRORED  # with a single panel no half has to be mirrored
         out = memory[p.out]
         if p.kind == constants.MUON_SHIFTED:
-            out.diagonal().copy_(out.diagonal().float() + p.alpha)  # add_ would round alpha to bf16 before
+            out.diagonal().copy_(out.diagonal().float() + p.alpha)  # add_ would first round alpha to bf16
             continue
         left, right = memory[p.left], memory[p.right]
         left, right = left.T if p.left_transposed else left, right.T if p.right_transposed else right

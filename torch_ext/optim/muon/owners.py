@@ -1,8 +1,9 @@
-"""Which rank orthogonalises which matrix.
+"""Decides which rank orthogonalises which matrix.
 
-Note: owners. Ranks that share matrices, the same ones or parts of them, would make the same products. Each matrix has
-one owner instead, to which its momentum comes where it is cut, and which sends its update, rounded to the dtype of the
-wire. The plan is made in C from the shapes alone (tx_plan_owners), balanced by operations, and compared once.
+Note: owners. Ranks that have the same matrices, or parts of them, would all compute the same products. Instead each
+matrix has one owner. The owner receives the parts of the momentum if the matrix is sharded, and sends the update,
+rounded to the transfer dtype. C assigns owners from the shapes alone (tx_plan_owners), balanced by operations; ranks
+compare the assignment once.
 """
 
 import ctypes
@@ -20,17 +21,17 @@ _CALL = "step(): which rank orthogonalises which matrix"
 
 @structs.mirror("tx_muon_matrix")
 class CMatrix(library.Struct):
-    """One of the matrices that ranks share."""
+    """tx_muon_matrix: a matrix that ranks share."""
 
     @classmethod
-    def of(cls, param: int, m: Matrix, travels: torch.dtype, products: torch.dtype, owner: int = 0) -> "CMatrix":
-        """param: the number of its parameter. travels: see `MatrixMember`. products: in which it is multiplied."""
-        dtypes = map(native_dtypes.code_of, (travels, products))
+    def of(cls, param: int, m: Matrix, transfer_dtype: torch.dtype, products: torch.dtype, owner: int = 0) -> "CMatrix":
+        """param: index of its parameter. transfer_dtype: see `MatrixMember`. products: the dtype of its products."""
+        dtypes = map(native_dtypes.code_of, (transfer_dtype, products))
         return cls(param, m.begin, m.rows, m.columns, owner, *dtypes)
 
 
 def planned(sizes: Sequence[float], ranks: int) -> tuple[list[int], int]:
-    """The owner of each matrix, and the plan's fingerprint. sizes: operations."""
+    """Returns the owner of each matrix, and the fingerprint of this assignment. sizes: operations of each matrix."""
     n, int64, pointer = len(sizes), ctypes.c_int64, ctypes.c_void_p
     owners, fingerprint = (ctypes.c_int32 * max(n, 1))(), int64()
     room_of = library.function("tx_plan_owners_bytes", int64, int64, restype=int64, brief=True)
@@ -41,7 +42,7 @@ def planned(sizes: Sequence[float], ranks: int) -> tuple[list[int], int]:
 
 
 class Owners:
-    """Of the matrices of one process group, by their numbers, in the order in which they are stepped."""
+    """The owners of the matrices that one process group shares, in the order in which matrices are updated."""
 
     def __init__(
         self,
@@ -51,11 +52,11 @@ class Owners:
         group: torch.distributed.ProcessGroup,
         device: torch.device,
     ) -> None:
-        """Of each matrix: its operations, what it is, and its parameter's id. device: of what the group sends.
-        Collective: RuntimeError on every rank where they differ."""
+        """sizes, matrices, ids: operations, struct and parameter's id of each matrix. device: of the tensors that the
+        group sends. Collective: raises RuntimeError on every rank if the ranks' matrices differ."""
         self.group, self.rank, self._device = group, group.rank(), device
         self.of, plan = planned(sizes, group.size())
-        """The rank in the group, by matrix."""
+        """Matrix -> its owner's rank in the group."""
         n, int64, pointer = len(matrices), ctypes.c_int64, ctypes.c_void_p
         fingerprint = library.function("tx_muon_fingerprint", int64, int64, pointer, pointer, restype=int64, brief=True)
         self._refuse_differing(
@@ -63,6 +64,7 @@ class Owners:
         )
 
     def _refuse_differing(self, fingerprint: int) -> None:
+        """Raises RuntimeError, on every rank, if the ranks' fingerprints differ. Collective."""
         mine = torch.tensor([fingerprint, len(self.of)], device=self._device)
         rows = [torch.empty_like(mine) for _ in range(self.group.size())]
         group_calls.all_gather(rows, mine, self.group, _CALL).wait()
@@ -81,7 +83,7 @@ def _signed(number: int) -> int:
 
 
 def agreed_smallest(number: int, group: torch.distributed.ProcessGroup, what: str, device: torch.device) -> int:
-    """The smallest of the ranks' numbers. device: of what the group sends. Collective."""
+    """Returns the smallest of the ranks' numbers. Collective. device: of the tensors that the group sends."""
     least = torch.tensor([number], device=device)
     group_calls.all_reduce(least, group, f"step(): {what}", torch.distributed.ReduceOp.MIN)
     return int(least)

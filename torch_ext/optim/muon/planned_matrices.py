@@ -1,4 +1,4 @@
-"""Muon's matrices before there is an optimizer: for plans of memory."""
+"""Finds Muon's matrices and their owners without an optimizer, to plan memory."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -8,37 +8,39 @@ from torch import Tensor, nn
 
 from torch_ext.optim.muon import hyper, newton_schulz
 from torch_ext.optim.muon.matrix_forms import Chooser, Matrix, Split, matrices
-from torch_ext.optim.muon.matrix_member import travels_in
+from torch_ext.optim.muon.matrix_member import transfer_dtype_of
 from torch_ext.optim.muon.owners import CMatrix, planned
 from torch_ext.params.keep_32bit import Kept
 from torch_ext.policy.policy import Policy
 
 
 class MuonOptions(NamedTuple):
-    """torch_ext.Muon's arguments that decide what its matrices need."""
+    """The arguments of torch_ext.Muon that decide how much memory its matrices need."""
 
     ns: str = "standard"
     ns_dtype: torch.dtype | str | None = None
-    """None: fp32, which needs more memory, as it is not known which is faster where this is planned for."""
+    """None: counted as fp32, which needs more memory, since it is unknown which is faster on the planned machine."""
     ns_steps: int = 5
     adamw_params: Kept | Iterable[Kept] = ()
     split: Mapping[str, Split] | None = None
     model: nn.Module | None = None
-    """Whose head is AdamW's."""
+    """The model; its output layer is left to AdamW."""
     threads: int | None = None
-    """Of torch on each rank; None: as many as torch has here."""
+    """torch's threads on each rank; None: as many as torch has here."""
 
 
 class PlannedMatrices(NamedTuple):
-    rows: list[CMatrix]  # their params are positions in `named`
-    params: frozenset[int]
+    """The matrices of `planned_matrices`."""
+
+    rows: list[CMatrix]  # `param` is a position in `named`
+    params: frozenset[int]  # positions in `named` of parameters that have matrices
 
 
 def planned_matrices(
     named: Sequence[tuple[str, Tensor]], policy: Policy, world_size: int, options: MuonOptions
 ) -> PlannedMatrices:
-    """named: in registration order; one that is there twice counts once. ValueError where none is a matrix, and as
-    torch_ext.Muon raises."""
+    """Returns the matrices of these parameters with their owners. named: in registration order; a parameter that occurs
+    twice counts once. Raises ValueError if none is a matrix, and whatever torch_ext.Muon would raise."""
     if options.ns not in hyper.ITERATIONS:
         raise ValueError(f"ns is {options.ns!r}; {', '.join(map(repr, hyper.ITERATIONS))} are legal")
     once = {id(tensor): i for i, (_, tensor) in reversed(list(enumerate(named)))}
@@ -58,7 +60,7 @@ def planned_matrices(
     owners, _ = planned(sizes, world_size)
     wires = {i: policy.row(named[i][1].dtype).grad_comm_dtype for i, _ in found}
     rows = [
-        CMatrix.of(i, m, travels_in(wires[i], products), products, owner)
+        CMatrix.of(i, m, transfer_dtype_of(wires[i], products), products, owner)
         for (i, m), owner in zip(found, owners, strict=True)
     ]
     return PlannedMatrices(rows, frozenset(i for i, _ in found))

@@ -1,4 +1,4 @@
-"""How a parameter of Muon's lies on the ranks: whole on one, the same on all of them, or cut over them."""
+"""How a parameter that Muon updates is distributed: on one rank alone, replicated over ranks, or sharded over them."""
 
 from typing import NamedTuple
 
@@ -13,16 +13,16 @@ from torch_ext.tensors import dense
 
 
 class Sharing(NamedTuple):
-    """The ranks that share the work on its matrices."""
+    """The ranks that share the work on a parameter's matrices."""
 
     group: torch.distributed.ProcessGroup
     runs: tuple[tuple[int, int], ...] | None
-    """The elements [begin, end) of the parameter that each of them has, in memory order; None: all have all of it."""
+    """The elements [begin, end) of the parameter that each rank has, in memory order; None: each has all of them."""
 
 
 def sharing_of(m: ParamState) -> Sharing | None:
-    """None: this rank has all of it, and does everything itself. RuntimeError, naming the parameter, where it is cut in
-    a way that Muon does not know."""
+    """Returns how the parameter is shared; None: this rank has all of it and does all the work. Raises RuntimeError,
+    naming the parameter, if it is sharded in a way that Muon does not support."""
     reducer = reducer_registry.owner_of(m.param)
     if is_dtensor(m.param):
         return _of_dtensor(m)
@@ -39,7 +39,7 @@ def _of_dtensor(m: ParamState) -> Sharing | None:
     if not groups:
         return None
     runs = local_shard.runs_of_dtensor(m.param)
-    if len(groups) > 1 or runs is None or not _is(runs[groups[0].rank()], m):
+    if len(groups) > 1 or runs is None or not _is_local_run(runs[groups[0].rank()], m):
         raise RuntimeError(
             f"{m.name} is cut over ranks with placements {tuple(m.param.placements)}, and Muon puts matrices together "  # type: ignore[attr-defined]
             "that are cut by their rows over one dimension of the mesh: Shard(0), as fully_shard does, is legal; or "
@@ -48,14 +48,14 @@ def _of_dtensor(m: ParamState) -> Sharing | None:
     return Sharing(groups[0], tuple(runs))
 
 
-def _is(run: tuple[int, int], m: ParamState) -> bool:
-    """Whether it is what this rank has."""
+def _is_local_run(run: tuple[int, int], m: ParamState) -> bool:
+    """Whether these elements are the ones that this rank has."""
     begin, end = run
     return end - begin == m.weight.numel() and (begin == end or begin == m.local.offset)
 
 
 def refuse(m: ParamState, form: MatrixForm) -> None:
-    """RuntimeError where Muon cannot step a parameter as it is now."""
+    """Raises RuntimeError if the rows of the parameter's matrices are not consecutive in memory."""
     whole = m.weight if is_dtensor(m.param) else m.param
     if not (whole.is_contiguous() or (_is_matrix(whole, form) and dense.is_dense(whole[:1]))):
         raise RuntimeError(
@@ -65,5 +65,5 @@ def refuse(m: ParamState, form: MatrixForm) -> None:
 
 
 def _is_matrix(weight: Tensor, form: MatrixForm) -> bool:
-    """Whether it is one matrix whose rows follow each other, with their elements in any order (channels_last)."""
+    """Whether the weight is one matrix with consecutive rows; a row's elements may be in any order (channels_last)."""
     return (form.flattened or weight.dim() == 2) and weight.stride(0) * weight.shape[0] == weight.numel()

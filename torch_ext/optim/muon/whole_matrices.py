@@ -1,7 +1,8 @@
-"""The step of matrices that this rank has all of: alone, or with ranks that have the same.
+"""The step of matrices of which this rank has all elements: alone, or replicated over ranks (no_shard).
 
-Where ranks have the same gradients (no_shard) they all start the broadcasts of all updates in one order, their own as
-soon as they are made, so that updates travel beside the products of others; momentum and weights are stepped on each.
+Replicated matrices have the same gradients on all ranks. Each rank updates momentum and weights itself; only the
+products are divided: each matrix's owner broadcasts the update. All ranks start the broadcasts in the same order, an
+owner as soon as the update is computed, so that updates are sent while later products are computed.
 """
 
 import math
@@ -20,8 +21,8 @@ from torch_ext.optim.step_progress import NotStepped
 
 
 def step_alone(grads: dict[MatrixMember, Tensor], products: Products, scalars: StepScalars) -> None:
-    """Of parameters that no other rank shares. RuntimeError, naming the first of which a product is not finite or could
-    not be made; the others are stepped."""
+    """Updates parameters that no other rank shares. If products are not finite, or could not be computed, raises
+    RuntimeError naming the first such parameter; all other parameters are updated."""
     failed: dict[MatrixMember, Exception] = {}
     for window in products.windows(list(grads)):
         updates: dict[MatrixMember, Tensor] = {}
@@ -41,7 +42,7 @@ def step_alone(grads: dict[MatrixMember, Tensor], products: Products, scalars: S
 
 
 def failure_of(member: MatrixMember, error: Exception) -> NotStepped:
-    """What is raised of a parameter that was not stepped."""
+    """Returns the exception to raise for a parameter that was not updated."""
     kind = NonFiniteProducts if isinstance(error, NonFiniteProducts) else NotStepped
     return kind(f"{member.name}: {error}; its weights are as they were, and other parameters are stepped")
 
@@ -56,14 +57,14 @@ def _update(member: MatrixMember, update: Tensor, scalars: StepScalars) -> None:
         member.update(update, scalars)
 
 
-class _Sent:
-    """A parameter whose updates are under way."""
+class _Broadcasts:
+    """A parameter whose updates are being broadcast."""
 
     def __init__(self, member: MatrixMember, update: Tensor, calls: Sequence[group_calls.Call]) -> None:
         self._member, self._update, self._calls = member, update, calls
 
     def finish(self, scalars: StepScalars) -> None:
-        """Waits, and steps the weights."""
+        """Waits for the updates and applies them to the weights. Raises if an owner marked one as failed (NaN)."""
         for call in self._calls:
             call.wait()
         member = self._member
@@ -73,37 +74,37 @@ class _Sent:
 
 
 class Replicated(NamedTuple):
-    """A parameter that all ranks of a group have."""
+    """A parameter that all ranks of a group have completely."""
 
     member: MatrixMember
     grad: Tensor
     owners: Owners
-    first: int  # the number of its first matrix
+    first: int  # index of its first matrix in `owners`
 
     def owns(self, matrix: int) -> bool:
         return self.owners.of[self.first + matrix] == self.owners.rank
 
 
 class ReplicatedRun:
-    """One step of matrices that all ranks of their groups have."""
+    """One step of replicated matrices."""
 
     def __init__(self, products: Products, scalars: StepScalars) -> None:
         self._products, self._scalars = products, scalars
         self._updates: dict[MatrixMember, Tensor] = {}
-        self._sent: list[_Sent] = []
-        self._error: Exception | None = None  # this rank's first
+        self._broadcasts: list[_Broadcasts] = []
+        self._error: Exception | None = None  # this rank's first error
 
     def start(self, params: Sequence[Replicated]) -> None:
-        """Momentum, the products of those that are this rank's, and the broadcasts."""
+        """Computes the momentum, and the products of the matrices that this rank owns; starts all broadcasts."""
         own = self._products.orthogonalise(self._own(params))
         for one in params:
             member, update, calls = one.member, self._update_of(one), []
             for i, m in enumerate(member.matrices):
                 if one.owns(i):
-                    self._mark(*next(own))
+                    self._note_failure(*next(own))
                 part, label = update[m.begin : m.begin + m.numel], f"step(): the update of {member.name}"
                 calls.append(group_calls.broadcast_from(part, one.owners.of[one.first + i], one.owners.group, label))
-            self._sent.append(_Sent(member, update, calls))
+            self._broadcasts.append(_Broadcasts(member, update, calls))
 
     def _own(self, params: Iterable[Replicated]) -> Iterator[Part]:
         for one in params:
@@ -112,16 +113,17 @@ class ReplicatedRun:
                     yield _part(one.member, i, self._update_of(one))
 
     def _update_of(self, one: Replicated) -> Tensor:
-        """Momentum, which becomes the update: made when it is first asked for."""
+        """Returns the momentum, which the update overwrites later; computed at the first call."""
         member = one.member
         if member not in self._updates:
-            into = one.grad.new_empty(one.grad.numel(), dtype=member.travels)
+            into = one.grad.new_empty(one.grad.numel(), dtype=member.transfer_dtype)
             with member.named():
                 self._updates[member] = member.momentum(one.grad, self._scalars, into)
         return self._updates[member]
 
-    def _mark(self, part: Part, failure: Exception | None) -> None:
-        """What fails is raised when all updates came: the others wait for this rank's. They learn it by a NaN."""
+    def _note_failure(self, part: Part, failure: Exception | None) -> None:
+        """Marks a failed update with NaN, which tells the other ranks. This rank raises its error only after all
+        broadcasts, because the other ranks wait for its updates."""
         if failure is None:
             return
         part.momentum.fill_(math.nan)
@@ -129,10 +131,10 @@ class ReplicatedRun:
             self._error = self._error or failure_of(part.member, failure)
 
     def finish(self) -> None:
-        """RuntimeError on every rank, naming the first parameter of which an owner's products were not finite, or what
-        kept this one from making them; the others are stepped."""
+        """Waits for all updates and applies them. If an owner's products failed, raises RuntimeError on every rank:
+        this rank's own error, or one that names the first such parameter. All other parameters are updated."""
         refused = self._error
-        for one in self._sent:
+        for one in self._broadcasts:
             try:
                 one.finish(self._scalars)
             except RuntimeError as error:
