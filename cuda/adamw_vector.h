@@ -1,4 +1,4 @@
-/* One round of the step: TX_VECTOR elements of each stream to a lane. Included by adamw_kernel.h. */
+/* One round of the step: TX_VECTOR elements of each stream per lane. Included by adamw_kernel.h. */
 #ifndef TX_CUDA_ADAMW_VECTOR_H
 #define TX_CUDA_ADAMW_VECTOR_H
 
@@ -8,32 +8,32 @@
 
 namespace {
 
-/* A lane's elements of one round, as they lie in memory. */
+/* A lane's elements of one round, as stored in memory. */
 struct in_round {
   tx_raw grad, param, master, exp_avg, exp_avg_sq;
-  uint8_t exp_avg_scale, exp_avg_sq_scale; /* 0 where the lane has no elements */
+  uint8_t exp_avg_scale, exp_avg_sq_scale; /* 0 if the lane has no elements */
 };
 
-/* Of the tile that a round is of, beside remainders. */
+/* What the step does about external writes to a tile of a tensor with remainders. */
 struct of_writes {
-  bool written; /* somebody else wrote to its weights; known where that is of use */
-  bool drops;   /* remainders are read as zeros */
+  bool written; /* whether its weights were written externally; only set where it is used */
+  bool drops;   /* whether its remainders are read as zeros */
 };
 
 template <int WEIGHT, int MOMENTS>
 struct round_of {
-  /* Pairs of moments that few have go the ordinary way alone: there is half as much to compile. */
+  /* Whether there is a fast path. Rare pairs of moments have none, which halves what is compiled. */
   static constexpr bool kQuick = MOMENTS != TX_MOMENTS_ANY;
 
-  /* Not where the step leaves something behind, which lies in memory as whole vectors and blocks do. Else where a
-   * stream is fp32 and none has block scales, whose blocks neighbouring lanes hold, or remainders, of whose weights a
-   * lane takes its part of the checksum. */
+  /* Whether rounds may be split (TX_WAY_HALVES), which only helps if a stream is fp32. Not with extra outputs, which
+   * are computed from whole vectors and blocks. Not with block scales, since neighbouring lanes hold a block. Not with
+   * remainders, since each lane computes its part of the weights' checksum. */
   static constexpr bool kHalves =
       TX_CUDA_SECTORS && !kHasExtras && kQuick && MOMENTS != TX_MOMENTS_U8 && tx_master_of_weight(WEIGHT) != TX_I16 &&
       (MOMENTS == TX_MOMENTS_F32 || tx_param_of_weight(WEIGHT) == TX_F32 || tx_master_of_weight(WEIGHT) == TX_F32);
   static constexpr tx_way kWay = kHalves ? TX_WAY_HALVES : TX_WAY_WHOLE;
 
-  /* A lane's elements of round `round` of a tile. */
+  /* Where a lane's elements of round `round` of a tile are. */
   static __device__ __forceinline__ tx_here here_of(const tx_step_entry &e, const tx_tile &tile, int32_t round) {
     const int32_t lane = (int32_t)(threadIdx.x % TX_WARP);
     const bool whole = kQuick && e.aligned && tile.count - round * TX_ROUND >= TX_ROUND;
@@ -58,12 +58,12 @@ struct round_of {
                                         : (tx_dtype)dtype;
   }
   static __device__ __forceinline__ bool scaled(tx_dtype moment) { return moment == TX_U8 || moment == TX_F16; }
-  /* exp_avg_sq's scales lie behind exp_avg's, where that has some. */
+  /* exp_avg_sq's scales follow exp_avg's, if that has some. */
   static __device__ __forceinline__ uint8_t *root_scales(const tx_step_entry &e) {
     return e.scales + (scaled(moment(e.exp_avg_dtype)) ? (uint64_t)(e.numel + TX_BLOCK - 1) / TX_BLOCK : 0);
   }
 
-  /* What the step begins from. */
+  /* Reads weight and master, as far as the step needs them. */
   static __device__ __forceinline__ void read_weight(in_round &r, const tx_step_entry &e, const tx_way way,
                                                      const tx_here &here) {
     const tx_dtype master = master_of(e);
@@ -104,7 +104,7 @@ struct round_of {
     tx_put(r.exp_avg_sq, e.exp_avg_sq, moment(e.exp_avg_sq_dtype), way, e.exp_avg_sq_alignment, here);
   }
 
-  /* The values of a moment. quick: as far as they are quickly had; returns whether they were. */
+  /* The values of a moment. quick: by the fast path. Returns whether they are right; always true if not quick. */
   static __device__ __forceinline__ bool floats_of_moment(float (&x)[TX_VECTOR], const tx_raw &raw,
                                                           const tx_dtype dtype, const tx_format format, uint8_t scale,
                                                           const bool quick) {
@@ -126,15 +126,15 @@ struct round_of {
     return right;
   }
 
-  /* What a moment is stored as, unless it has scales. */
+  /* Rounds a moment to what is stored; nothing for moments with block scales, which are encoded later. */
   static __device__ __forceinline__ void raw_of_moment(tx_raw &raw, const float (&x)[TX_VECTOR], const tx_dtype dtype,
                                                        int32_t rounding, const bool quick, const tx_here &here,
                                                        const tx_noise &noise) {
     if (!scaled(dtype)) tx_round_plain(raw, x, dtype, rounding, quick, here, noise);
   }
 
-  /* The step of what was read in r, into x and, but for moments with scales, `to`. Returns whether it is right, which
-   * it always is where it is not quick. */
+  /* Computes the step of r into x and `to` (but not yet moments with block scales in `to`). Returns whether the result
+   * is right; always true if not quick. */
   static __device__ __forceinline__ bool update(const in_round &r, in_round &to, tx_stepped &x, const tx_step_table &t,
                                                 const tx_step_entry &e, const of_tensor &w, const tx_here &here,
                                                 const float (&g)[TX_VECTOR], const bool quick) {
@@ -159,7 +159,7 @@ struct round_of {
       tx_update(x, g, w.constants);
     }
     if (master != TX_I16) {
-      /* Where few come, nothing is kept in registers for it. */
+      /* In the rare kernels it is recomputed, to save registers. */
       const tx_noise noise = kQuick ? w.param : noise_of(t, e, w, TX_LANE_PARAM);
       tx_round_plain(to.param, x.p, param, master == TX_NONE ? t.common.weight_rounding : (int32_t)TX_NEAREST, quick,
                      here, noise);
@@ -174,7 +174,8 @@ struct round_of {
     return right && !tx_is_half_way(odd);
   }
 
-  /* Reads and steps; whether it is right, as update says. drops: remainders are read as zeros. */
+  /* Reads a round and computes its step; arguments and result as update's. drops: whether remainders are read as
+   * zeros. */
   static __device__ __forceinline__ bool take(in_round &to, tx_stepped &x, const tx_step_table &t,
                                               const tx_step_entry &e, const of_tensor &w, const tx_here &here,
                                               bool drops, const bool quick) {
@@ -190,12 +191,13 @@ struct round_of {
     return update(r, to, x, t, e, w, here, g, quick);
   }
 
-  /* What of a round that is stepped, and not written yet, is left behind beside states. */
+  /* Computes the extra outputs of a round: its new values are in `to` and not written yet, so memory still has the old
+   * ones. */
   static __device__ __forceinline__ void leave_behind(const tx_step_table &t, const tx_step_entry &e,
                                                       const of_tensor &w, const tx_here &here, const of_writes &writes,
                                                       const in_round &to) {
     in_round was;
-    tx_read_again(); /* as in round */
+    tx_read_again(); /* not kept in registers, as in round() */
     if (here.whole) {
       read_weight(was, e, kWay, here);
     } else {
@@ -206,7 +208,7 @@ struct round_of {
     note_vector(t, e, w.extras, here, writes.written, before, now, param_of(e), master_of(e));
   }
 
-  /* weights: 16-bit ones as they were written, zeros behind the tensor's end. */
+  /* Steps a round. weights: receives the new 16-bit weights, zeros beyond the tensor's end. */
   static __device__ __forceinline__ void round(const tx_step_table &t, const tx_step_entry &e, const of_tensor &w,
                                                const tx_here &here, const of_writes &writes, uint32_t (&weights)[4]) {
     const tx_dtype m_dtype = moment(e.exp_avg_dtype), v_dtype = moment(e.exp_avg_sq_dtype);
@@ -214,7 +216,8 @@ struct round_of {
     tx_stepped x;
     const bool quick = kQuick && w.quick && take(to, x, t, e, w, here, writes.drops, true);
     if (!quick) {
-      /* Nothing is written yet, so that it can be read again: kept for this it would take registers from all others. */
+      /* The fast path failed. Nothing is written yet, so the round is read again: keeping it would cost all rounds
+       * registers. */
       tx_read_again();
       (void)take(to, x, t, e, w, here, writes.drops, false);
     }

@@ -1,4 +1,4 @@
-/* The average of masters that a round has just stepped: tx_adamw_args.emas. */
+/* Updates the EMA of the masters that a round has just stepped: tx_adamw_args.emas. */
 #ifndef TX_CUDA_EXTRAS_EMA_H
 #define TX_CUDA_EXTRAS_EMA_H
 

@@ -45,7 +45,7 @@ TX_FN float tx_exp2i(int32_t k) {
   return tx_f32_from_bits(k > -127 ? (uint32_t)(k + 127) << 23 : 0x00400000u);
 }
 
-/* -- bf16 -------------------------------------------------------------------------------------------------------- */
+/* -- bf16 --------------------------------------------------------------------------------------------------------- */
 
 /* Exact. NaN payloads are kept. */
 TX_FN float tx_f32_from_bf16(uint16_t h) {
@@ -82,7 +82,7 @@ TX_FN uint16_t tx_bf16_round(float x, uint32_t u) {
   return (uint16_t)(tx_bf16_round_upper(x, u) >> 16);
 }
 
-/* -- small floats ------------------------------------------------------------------------------------------------ */
+/* -- small floats ------------------------------------------------------------------------------------------------- */
 
 /* A binary float narrower than fp32, magnitude only: code = exponent field << mantissa_bits | mantissa. Field 0 is
  * subnormal; other values are (1 + mantissa / 2^mantissa_bits) * 2^(field - bias). Codes ascend with values, so
@@ -162,7 +162,7 @@ TX_FN float tx_small_decode(tx_small_float f, tx_small_place at, uint32_t code) 
   return tx_small_read(at, code << (23 - f.mantissa_bits));
 }
 
-/* -- fp16 -------------------------------------------------------------------------------------------------------- */
+/* -- fp16 --------------------------------------------------------------------------------------------------------- */
 
 /* Exact. NaN payloads are kept (the hardware's conversion would make signalling NaNs quiet). */
 TX_FN float tx_f32_from_f16(uint16_t h) {

@@ -127,8 +127,7 @@ TX_FN uint8_t tx_rans_take(const tx_rans_decoder *decoder, uint32_t *state) {
   return (uint8_t)slot;
 }
 
-/* -- checksums of coded bytes, in sixteen 32-bit lanes, so that they cost little compared with the code
- * ------------- */
+/* -- checksums of coded bytes, in sixteen 32-bit lanes, so that they cost little compared with the code ----------- */
 
 #define TX_PLANES_SUM_LANES 16
 #define TX_PLANES_SUM_BYTES (4 * TX_PLANES_SUM_LANES)

@@ -3,11 +3,12 @@
  * The weight is always tx_bf16_from_f32(master), nearest even. The remainder is bits(master) - (weight << 16): what the
  * weight lacks, in fp32 ulps, positive away from zero for either sign. Its range depends on the weight:
  *   odd weight     [-32767, 32767]
- *   even weight    [-32768, 32768], since both ties round to it. That is one pattern more than 16 bits have, so the
- * upper tie is stored as 32767: the master becomes one fp32 ulp lower. zero           all magnitudes up to 32768; the
- * sign of the remainder is ignored, so the upper tie, 0x8000, is exact Inf            has no upper half Hence 32 638 of
- * the 2^32 patterns are stored one ulp lower; every other finite pattern and Inf is exact. NaN becomes (0x7fc0, 0) and
- * decodes to 0x7fc00000. */
+ *   even weight    [-32768, 32768], since both ties round to it
+ *   zero           magnitudes up to 32768; the remainder's sign is ignored, so the upper tie, 0x8000, is exact
+ *   Inf            has no upper half
+ * An even weight has one pattern more than 16 bits hold. So the upper tie is stored as 32767, and the master becomes
+ * one fp32 ulp lower. This affects 32 638 of the 2^32 patterns; every other finite pattern and Inf is exact. NaN
+ * becomes (0x7fc0, 0) and decodes to 0x7fc00000. */
 #ifndef TX_MATH_REMAINDER_H
 #define TX_MATH_REMAINDER_H
 
