@@ -84,7 +84,8 @@ TX_FN int64_t tx_resync_f32(const void *restrict params, void *restrict masters,
   return changed;
 }
 
-/* A weight with a remainder of 0 is its own master. Any remainder is legal with any weight, so none is stale. */
+/* A weight with a remainder of 0 is its own master. Any remainder is legal with any weight, so only TX_RESYNC_ALL
+ * changes them. */
 TX_FN int64_t tx_resync_i16(void *remainders, int64_t n, int32_t mode) {
   int64_t changed = 0;
   for (int64_t i = 0; mode == TX_RESYNC_ALL && i < n; i++) {
