@@ -20,13 +20,13 @@ constexpr bool kHasExtras = TX_STEP_EXTRAS != 0;
 #if TX_STEP_EXTRAS
 
 /* Computed once per tensor and warp. */
-struct extras_of_tensor {
+struct extras_state {
   tx_ema_turn turn;
 };
 
 /* Bits of the launch's tensors, set where fp32 masters were resynced. It is unknown how far these tensors' weights
  * moved. That is written to `moved` by the launch's last block, when no other block adds to `moved` any more. */
-__device__ uint32_t taken_over[TX_TICKETS + TX_CAPTURED_TICKETS][kSuspectWords];
+__device__ uint32_t resynced_masters[TX_TICKETS + TX_CAPTURED_TICKETS][kSuspectWords];
 
 /* Every lane of the warp has to call this function and those below. */
 __device__ __forceinline__ void begin_extras() {
@@ -38,19 +38,19 @@ __device__ __forceinline__ void leave_extras(const tx_step_table &t, int32_t ten
   if (tensor >= 0 && t.entries[tensor].extras.health) tx_health_flush(t.entries[tensor].extras.health);
 }
 
-__device__ __forceinline__ void enter_extras(extras_of_tensor &w, const tx_step_table &t, const tx_step_entry &e,
+__device__ __forceinline__ void enter_extras(extras_state &w, const tx_step_table &t, const tx_step_entry &e,
                                              int64_t step) {
   if (e.extras.ema) w.turn = tx_ema_turn_at(t.common.seed, e.id, step, t.common.ema_every, e.start);
 }
 
-__device__ __forceinline__ void note_taken_over(const tx_step_table &t, int32_t tensor) {
-  if (tx_lane_id() == 0) (void)atomicOr(&taken_over[t.common.ticket][tensor / 32], 1u << (tensor % 32));
+__device__ __forceinline__ void note_resynced(const tx_step_table &t, int32_t tensor) {
+  if (tx_lane_id() == 0) (void)atomicOr(&resynced_masters[t.common.ticket][tensor / 32], 1u << (tensor % 32));
 }
 
 /* Called by all threads of the launch's last block. */
-__device__ __forceinline__ void mark_taken_over(const tx_step_table &t) {
+__device__ __forceinline__ void mark_resynced(const tx_step_table &t) {
   if (!t.common.looks) return;
-  uint32_t *const bits = taken_over[t.common.ticket];
+  uint32_t *const bits = resynced_masters[t.common.ticket];
   for (int32_t i = 0; i < t.n; i++) {
     const tx_step_entry &e = t.entries[i];
     if (!e.extras.moved || (((const volatile uint32_t *)bits)[i / 32] >> (i % 32) & 1u) == 0u) continue;
@@ -63,7 +63,7 @@ __device__ __forceinline__ void mark_taken_over(const tx_step_table &t) {
 
 /* Records a round whose weights were `before` and become `now`. written: whether the tile's weights were written
  * externally. */
-__device__ __forceinline__ void note_vector(const tx_step_table &t, const tx_step_entry &e, const extras_of_tensor &w,
+__device__ __forceinline__ void note_vector(const tx_step_table &t, const tx_step_entry &e, const extras_state &w,
                                             const tx_here &here, bool written, const tx_vector_weights &before,
                                             const tx_vector_weights &now, const tx_dtype param, const tx_dtype master) {
   tx_leave_vector(e.extras, here, w.turn, t.common.ema_weight, written, before, now, param, master);
@@ -71,15 +71,14 @@ __device__ __forceinline__ void note_vector(const tx_step_table &t, const tx_ste
 
 #else
 
-struct extras_of_tensor {};
+struct extras_state {};
 
 __device__ __forceinline__ void begin_extras() {}
 __device__ __forceinline__ void leave_extras(const tx_step_table &, int32_t) {}
-__device__ __forceinline__ void enter_extras(extras_of_tensor &, const tx_step_table &, const tx_step_entry &,
-                                             int64_t) {}
-__device__ __forceinline__ void note_taken_over(const tx_step_table &, int32_t) {}
-__device__ __forceinline__ void mark_taken_over(const tx_step_table &) {}
-__device__ __forceinline__ void note_vector(const tx_step_table &, const tx_step_entry &, const extras_of_tensor &,
+__device__ __forceinline__ void enter_extras(extras_state &, const tx_step_table &, const tx_step_entry &, int64_t) {}
+__device__ __forceinline__ void note_resynced(const tx_step_table &, int32_t) {}
+__device__ __forceinline__ void mark_resynced(const tx_step_table &) {}
+__device__ __forceinline__ void note_vector(const tx_step_table &, const tx_step_entry &, const extras_state &,
                                             const tx_here &, bool, const tx_vector_weights &, const tx_vector_weights &,
                                             const tx_dtype, const tx_dtype) {}
 

@@ -29,8 +29,8 @@ __device__ __forceinline__ int64_t resync_tile(const tx_step_entry &e, const tx_
  * block whose remainders were dropped. next: the warp's next tile, to be prefetched. */
 template <int WEIGHT, int MOMENTS>
 __device__ __forceinline__ int64_t step_tile(const tx_step_table &t, const tx_tile &tile, const tx_tile &next,
-                                             const of_tensor &w) {
-  typedef round_of<WEIGHT, MOMENTS> round;
+                                             const tensor_state &w) {
+  typedef round_ops<WEIGHT, MOMENTS> round;
   const tx_step_entry &e = t.entries[tile.tensor];
   const tx_dtype master = round::master_of(e);
   const uint32_t lane = tx_lane_id();
@@ -45,14 +45,14 @@ __device__ __forceinline__ int64_t step_tile(const tx_step_table &t, const tx_ti
   }
   if (master == TX_F32 && w.suspect) {
     resynced = resync_tile(e, round::param_of(e), tile);
-    if (resynced != 0) note_taken_over(t, tile.tensor);
+    if (resynced != 0) note_resynced(t, tile.tensor);
   }
   const bool renews = master != TX_NONE && e.checksums;
   tx_checksum_sums stored = {}; /* sums over the new weights, with 16-bit remainders */
   for (int32_t i = 0; i < tx_rounds(tile.count); i++) {
     const tx_here here = round::here_of(e, tile, i);
     uint32_t words[4];
-    ask_ahead<WEIGHT, MOMENTS>(t, tile, next, i);
+    prefetch_ahead<WEIGHT, MOMENTS>(t, tile, next, i);
     round::round(t, e, w, here, {written, drops}, words);
     if (master == TX_I16 && renews)
       tx_checksum_take(stored, words, tx_checksum_left(tile.count, (int32_t)(here.first - tile.begin)));
@@ -75,8 +75,8 @@ __device__ __forceinline__ int64_t step_tile(const tx_step_table &t, const tx_ti
 /* Adds 1 to the step counts. The launch's last block does so, since every other block has read them by then. */
 __device__ __forceinline__ void count_steps(const tx_step_table &t) {
   if (!tx_is_last_block(t.common.ticket)) return;
-  mark_taken_over(t);
-  forget_suspects(t);
+  mark_resynced(t);
+  clear_suspects(t);
   for (int32_t i = (int32_t)threadIdx.x; i < t.n; i += (int32_t)blockDim.x)
     tx_write_value(t.entries[i].step, tx_read_value<float>(t.entries[i].step) + 1.0f);
 }
@@ -94,16 +94,16 @@ __global__ void __launch_bounds__(TX_BLOCK_THREADS, 2) step(const __grid_constan
     return;
   }
   const bool looks = (WEIGHT == TX_WEIGHT_ANY || tx_master_of_weight(WEIGHT) == TX_F32) && t.common.looks;
-  if (looks) look_at_samples(t);
-  of_tensor w = {};
+  if (looks) compare_samples(t);
+  tensor_state w = {};
   w.tensor = -1;
   begin_extras();
   int64_t resynced = 0;
   const int64_t tiles = tx_table_tiles(t);
   tx_tile next = tile_or_none(t, tx_first_tile(), tiles);
   for (int64_t number = tx_first_tile(); number < tiles; number += tx_tile_step()) {
-    const tx_tile tile = kAsksAhead ? next : tx_table_tile(t, number);
-    if (kAsksAhead) next = tile_or_none(t, number + tx_tile_step(), tiles);
+    const tx_tile tile = kPrefetches ? next : tx_table_tile(t, number);
+    if (kPrefetches) next = tile_or_none(t, number + tx_tile_step(), tiles);
     enter_tensor(w, t, tile.tensor, admitted, looks);
     resynced += step_tile<WEIGHT, MOMENTS>(t, tile, next, w);
   }

@@ -13,13 +13,13 @@
 namespace {
 
 #if TX_CUDA_PREFETCH && (!defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900)
-constexpr bool kAsksAhead = true;
+constexpr bool kPrefetches = true;
 #else
-constexpr bool kAsksAhead = false;
+constexpr bool kPrefetches = false;
 #endif
 
 /* Prefetches [from, from + bytes), as far as it consists of whole aligned 16-byte vectors. */
-__device__ __forceinline__ void ask_for(const void *from, int32_t bytes) {
+__device__ __forceinline__ void prefetch(const void *from, int32_t bytes) {
   if (((uintptr_t)from & 15u) != 0u || bytes < 16) return;
 #if defined(TX_EMULATED_CUDA_RUNTIME_H)
   emulated::AskFor(from, bytes & ~15);
@@ -35,30 +35,30 @@ constexpr int32_t kPieceRounds = tx_param_of_weight(WEIGHT) == TX_F32 &&MOMENTS 
 
 /* Prefetches elements [begin, begin + count) of every stream that the step reads. */
 template <int WEIGHT, int MOMENTS>
-__device__ __forceinline__ void ask_for_piece(const tx_step_entry &e, int64_t begin, int32_t count) {
-  typedef round_of<WEIGHT, MOMENTS> round;
+__device__ __forceinline__ void prefetch_piece(const tx_step_entry &e, int64_t begin, int32_t count) {
+  typedef round_ops<WEIGHT, MOMENTS> round;
   const int grad = tx_bytes_of((tx_dtype)e.grad_dtype), param = tx_bytes_of(round::param_of(e));
   const int m = tx_bytes_of(round::moment(e.exp_avg_dtype)), v = tx_bytes_of(round::moment(e.exp_avg_sq_dtype));
   const tx_dtype master = round::master_of(e);
-  ask_for((const char *)e.grad + grad * begin, grad * count);
-  ask_for((const char *)e.exp_avg + m * begin, m * count);
-  ask_for((const char *)e.exp_avg_sq + v * begin, v * count);
-  if (master != TX_F32) ask_for((const char *)e.param + param * begin, param * count);
-  if (master != TX_NONE) ask_for((const char *)e.master + tx_bytes_of(master) * begin, tx_bytes_of(master) * count);
+  prefetch((const char *)e.grad + grad * begin, grad * count);
+  prefetch((const char *)e.exp_avg + m * begin, m * count);
+  prefetch((const char *)e.exp_avg_sq + v * begin, v * count);
+  if (master != TX_F32) prefetch((const char *)e.param + param * begin, param * count);
+  if (master != TX_NONE) prefetch((const char *)e.master + tx_bytes_of(master) * begin, tx_bytes_of(master) * count);
 }
 
 /* Called before round `round` of a tile. At the start of a piece, prefetches the following one: in this tile, or at the
  * start of the warp's next tile, which may have no elements. */
 template <int WEIGHT, int MOMENTS>
-__device__ __forceinline__ void ask_ahead(const tx_step_table &t, const tx_tile &tile, const tx_tile &next,
-                                          int32_t round) {
+__device__ __forceinline__ void prefetch_ahead(const tx_step_table &t, const tx_tile &tile, const tx_tile &next,
+                                               int32_t round) {
   constexpr int32_t kPiece = kPieceRounds<WEIGHT, MOMENTS> * TX_ROUND;
-  if (!kAsksAhead || round % kPieceRounds<WEIGHT, MOMENTS> != 0 || tx_lane_id() != 0) return;
+  if (!kPrefetches || round % kPieceRounds<WEIGHT, MOMENTS> != 0 || tx_lane_id() != 0) return;
   const int32_t from = round * TX_ROUND + kPiece;
   const bool here = from < tile.count;
   const int64_t begin = here ? tile.begin + from : next.begin;
   const int32_t left = here ? tile.count - from : next.count;
-  ask_for_piece<WEIGHT, MOMENTS>(t.entries[here ? tile.tensor : next.tensor], begin, left < kPiece ? left : kPiece);
+  prefetch_piece<WEIGHT, MOMENTS>(t.entries[here ? tile.tensor : next.tensor], begin, left < kPiece ? left : kPiece);
 }
 
 }  // namespace

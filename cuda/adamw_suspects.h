@@ -25,7 +25,7 @@ struct look {
 };
 __device__ look looks[TX_TICKETS + TX_CAPTURED_TICKETS];
 
-/* Valid after look_at_samples. */
+/* Valid after compare_samples. */
 __device__ __forceinline__ bool is_suspect(const tx_step_table &t, int32_t tensor) {
   const volatile uint32_t *const words = looks[t.common.ticket].suspects;
   return (words[tensor / 32] >> (tensor % 32) & 1u) != 0u;
@@ -33,17 +33,17 @@ __device__ __forceinline__ bool is_suspect(const tx_step_table &t, int32_t tenso
 
 /* How many samples a warp compares at a time: eight lanes hold the two runs of a sample. */
 constexpr int32_t kSampleLanes = TX_SAMPLE_RUNS * 4;
-constexpr int32_t kAtATime = TX_WARP / kSampleLanes;
+constexpr int32_t kSamplesPerWarp = TX_WARP / kSampleLanes;
 
 /* Whether the checksum of a small tensor, which covers all its weights, differs. Computed by the whole warp. */
-__device__ __forceinline__ bool all_differ(const tx_step_table &t, int64_t number, uint32_t lane) {
+__device__ __forceinline__ bool full_checksum_differs(const tx_step_table &t, int64_t number, uint32_t lane) {
   const tx_tile tile = tx_table_tile(t, number);
   const tx_step_entry &e = t.entries[tile.tensor];
   const char *const weights = (const char *)e.param + 2 * tile.begin;
   return tx_checksum_differs(e.checksums, tx_checksum_of(weights, e.param_alignment, tile.count, lane));
 }
 
-/* Compares tiles `number` to number + kAtATime - 1, as far as they are below `end`. */
+/* Compares tiles `number` to number + kSamplesPerWarp - 1, as far as they are below `end`. */
 __device__ __forceinline__ void compare(const tx_step_table &t, int64_t number, int64_t end) {
   const uint32_t lane = tx_lane_id();
   const int64_t mine = number + (int32_t)lane / kSampleLanes;
@@ -55,9 +55,9 @@ __device__ __forceinline__ void compare(const tx_step_table &t, int64_t number, 
   bool differs =
       there && !whole && tx_checksum_differs((const char *)e.checksums + tile.begin / TX_SAMPLED * 8, checksum);
   const uint32_t wholes = __ballot_sync(0xffffffffu, there && whole);
-  for (int32_t i = 0; wholes != 0u && i < kAtATime; i++) {
+  for (int32_t i = 0; wholes != 0u && i < kSamplesPerWarp; i++) {
     if ((wholes >> (i * kSampleLanes) & 1u) == 0u) continue;
-    const bool other = all_differ(t, number + i, lane);
+    const bool other = full_checksum_differs(t, number + i, lane);
     differs = (int32_t)lane / kSampleLanes == i ? other : differs;
   }
   if (differs && lane % kSampleLanes == 0)
@@ -65,12 +65,12 @@ __device__ __forceinline__ void compare(const tx_step_table &t, int64_t number, 
 }
 
 /* Compares all samples. Every thread of every block has to call it, before anything is stepped. */
-__device__ __forceinline__ void look_at_samples(const tx_step_table &t) {
+__device__ __forceinline__ void compare_samples(const tx_step_table &t) {
   __shared__ uint32_t taken;
   look *const l = &looks[t.common.ticket];
   const int64_t tiles = tx_table_tiles(t);
   /* About two pieces per block, each a multiple of what the block's warps compare at a time. */
-  const int64_t round = TX_BLOCK_WARPS * kAtATime, wanted = tiles / (2 * (int64_t)gridDim.x);
+  const int64_t round = TX_BLOCK_WARPS * kSamplesPerWarp, wanted = tiles / (2 * (int64_t)gridDim.x);
   const int64_t piece = (wanted + round - 1) / round * round > round ? (wanted + round - 1) / round * round : round;
   const uint32_t pieces = (uint32_t)((tiles + piece - 1) / piece);
   for (;;) {
@@ -79,7 +79,7 @@ __device__ __forceinline__ void look_at_samples(const tx_step_table &t) {
     const uint32_t mine = taken;
     if (mine >= pieces) break;
     const int64_t begin = (int64_t)mine * piece, end = begin + piece < tiles ? begin + piece : tiles;
-    for (int64_t i = begin + (int64_t)(threadIdx.x / TX_WARP) * kAtATime; i < end; i += round)
+    for (int64_t i = begin + (int64_t)(threadIdx.x / TX_WARP) * kSamplesPerWarp; i < end; i += round)
       compare(t, i, end);
     __threadfence();
     __syncthreads();
@@ -94,7 +94,7 @@ __device__ __forceinline__ void look_at_samples(const tx_step_table &t) {
 }
 
 /* Called by the launch's last block, when all others are done. */
-__device__ __forceinline__ void forget_suspects(const tx_step_table &t) {
+__device__ __forceinline__ void clear_suspects(const tx_step_table &t) {
   if (t.common.looks && threadIdx.x == 0) looks[t.common.ticket] = look{};
 }
 

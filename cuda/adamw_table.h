@@ -81,15 +81,14 @@ struct tx_step_gate {
 
 struct tx_plain_common {
   tx_step_gate gate;
-  unsigned long long *skipped; /* NULL if nobody counts skipped steps; set in one launch of a call only */
+  unsigned long long *skipped; /* NULL: not counted; set in one launch of a call only */
   unsigned long long *resynced;
   uint64_t seed;
   int32_t moment_rounding, weight_rounding;
   int32_t resyncs; /* whether remainders of blocks with a changed checksum are dropped */
   int32_t n_groups;
   int32_t ticket; /* the launch's ticket (last_block.h), from the file of its kernel */
-  int32_t looks;  /* whether samples of weights with fp32 masters are compared first (adamw_suspects.h); tiles are
-                   * TX_SAMPLED elements then */
+  int32_t looks;  /* whether samples are compared first (adamw_suspects.h); tiles are TX_SAMPLED then */
   tx_step_group groups[TX_STEP_GROUPS];
 };
 

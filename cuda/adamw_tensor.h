@@ -13,7 +13,7 @@
 namespace {
 
 /* Computed when the warp enters a tensor. */
-struct of_tensor {
+struct tensor_state {
   int32_t tensor;
   int32_t alike; /* group and v's dtype: everything but the step that the constants depend on */
   float before;  /* completed steps */
@@ -21,16 +21,16 @@ struct of_tensor {
   bool quick;   /* tx_quick_constants */
   bool suspect; /* whether its masters may no longer round to its weights */
   tx_noise exp_avg, exp_avg_sq, param;
-  extras_of_tensor extras;
+  extras_state extras;
 };
 
-__device__ __forceinline__ tx_noise noise_of(const tx_step_table &t, const tx_step_entry &e, const of_tensor &w,
+__device__ __forceinline__ tx_noise noise_of(const tx_step_table &t, const tx_step_entry &e, const tensor_state &w,
                                              tx_lane lane) {
   return tx_noise_at(t.common.seed, e.id, lane, (int64_t)w.before + 1, e.start);
 }
 
 /* looks: whether the launch has compared samples. */
-__device__ __forceinline__ void enter_tensor(of_tensor &w, const tx_step_table &t, int32_t tensor,
+__device__ __forceinline__ void enter_tensor(tensor_state &w, const tx_step_table &t, int32_t tensor,
                                              const tx_step_admission &admitted, const bool looks) {
   if (w.tensor == tensor) return;
   leave_extras(t, w.tensor);

@@ -9,19 +9,19 @@
 namespace {
 
 /* A lane's elements of one round, as stored in memory. */
-struct in_round {
+struct round_data {
   tx_raw grad, param, master, exp_avg, exp_avg_sq;
   uint8_t exp_avg_scale, exp_avg_sq_scale; /* 0 if the lane has no elements */
 };
 
 /* What the step does about external writes to a tile of a tensor with remainders. */
-struct of_writes {
+struct tile_writes {
   bool written; /* whether its weights were written externally; only set where it is used */
   bool drops;   /* whether its remainders are read as zeros */
 };
 
 template <int WEIGHT, int MOMENTS>
-struct round_of {
+struct round_ops {
   /* Whether there is a fast path. Rare pairs of moments have none, which halves what is compiled. */
   static constexpr bool kQuick = MOMENTS != TX_MOMENTS_ANY;
 
@@ -64,20 +64,20 @@ struct round_of {
   }
 
   /* Reads weight and master, as far as the step needs them. */
-  static __device__ __forceinline__ void read_weight(in_round &r, const tx_step_entry &e, const tx_way way,
+  static __device__ __forceinline__ void read_weight(round_data &r, const tx_step_entry &e, const tx_way way,
                                                      const tx_here &here) {
     const tx_dtype master = master_of(e);
     if (master != TX_F32) tx_get(r.param, e.param, param_of(e), way, e.param_alignment, here);
     if (master != TX_NONE) tx_get(r.master, e.master, master, way, e.master_alignment, here);
   }
-  static __device__ __forceinline__ void drop_remainders(in_round &r, const tx_step_entry &e, bool drops) {
+  static __device__ __forceinline__ void drop_remainders(round_data &r, const tx_step_entry &e, bool drops) {
     if (master_of(e) != TX_I16 || !drops) return;
 #pragma unroll
     for (int i = 0; i < TX_VECTOR / 2; i++)
       r.master[i] = 0;
   }
 
-  static __device__ __forceinline__ void read(in_round &r, const tx_step_entry &e, const tx_way way,
+  static __device__ __forceinline__ void read(round_data &r, const tx_step_entry &e, const tx_way way,
                                               const tx_here &here) {
     const tx_dtype m = moment(e.exp_avg_dtype), v = moment(e.exp_avg_sq_dtype);
     read_weight(r, e, way, here);
@@ -92,13 +92,13 @@ struct round_of {
     }
   }
 
-  static __device__ __forceinline__ void write_weight(const in_round &r, const tx_step_entry &e, const tx_way way,
+  static __device__ __forceinline__ void write_weight(const round_data &r, const tx_step_entry &e, const tx_way way,
                                                       const tx_here &here) {
     tx_put(r.param, e.param, param_of(e), way, e.param_alignment, here);
     if (master_of(e) != TX_NONE) tx_put(r.master, e.master, master_of(e), way, e.master_alignment, here);
   }
 
-  static __device__ __forceinline__ void write_moments(const in_round &r, const tx_step_entry &e, const tx_way way,
+  static __device__ __forceinline__ void write_moments(const round_data &r, const tx_step_entry &e, const tx_way way,
                                                        const tx_here &here) {
     tx_put(r.exp_avg, e.exp_avg, moment(e.exp_avg_dtype), way, e.exp_avg_alignment, here);
     tx_put(r.exp_avg_sq, e.exp_avg_sq, moment(e.exp_avg_sq_dtype), way, e.exp_avg_sq_alignment, here);
@@ -135,9 +135,9 @@ struct round_of {
 
   /* Computes the step of r into x and `to` (but not yet moments with block scales in `to`). Returns whether the result
    * is right; always true if not quick. */
-  static __device__ __forceinline__ bool update(const in_round &r, in_round &to, tx_stepped &x, const tx_step_table &t,
-                                                const tx_step_entry &e, const of_tensor &w, const tx_here &here,
-                                                const float (&g)[TX_VECTOR], const bool quick) {
+  static __device__ __forceinline__ bool update(const round_data &r, round_data &to, tx_stepped &x,
+                                                const tx_step_table &t, const tx_step_entry &e, const tensor_state &w,
+                                                const tx_here &here, const float (&g)[TX_VECTOR], const bool quick) {
     const tx_dtype m_dtype = moment(e.exp_avg_dtype), v_dtype = moment(e.exp_avg_sq_dtype);
     const int32_t rounding = t.common.moment_rounding;
     const tx_dtype param = param_of(e), master = master_of(e);
@@ -176,10 +176,10 @@ struct round_of {
 
   /* Reads a round and computes its step; arguments and result as update's. drops: whether remainders are read as
    * zeros. */
-  static __device__ __forceinline__ bool take(in_round &to, tx_stepped &x, const tx_step_table &t,
-                                              const tx_step_entry &e, const of_tensor &w, const tx_here &here,
+  static __device__ __forceinline__ bool take(round_data &to, tx_stepped &x, const tx_step_table &t,
+                                              const tx_step_entry &e, const tensor_state &w, const tx_here &here,
                                               bool drops, const bool quick) {
-    in_round r;
+    round_data r;
     if (here.whole && (quick || kHalves)) {
       read(r, e, kWay, here);
     } else {
@@ -193,10 +193,10 @@ struct round_of {
 
   /* Computes the extra outputs of a round: its new values are in `to` and not written yet, so memory still has the old
    * ones. */
-  static __device__ __forceinline__ void leave_behind(const tx_step_table &t, const tx_step_entry &e,
-                                                      const of_tensor &w, const tx_here &here, const of_writes &writes,
-                                                      const in_round &to) {
-    in_round was;
+  static __device__ __forceinline__ void note_extras(const tx_step_table &t, const tx_step_entry &e,
+                                                     const tensor_state &w, const tx_here &here,
+                                                     const tile_writes &writes, const round_data &to) {
+    round_data was;
     tx_read_again(); /* not kept in registers, as in round() */
     if (here.whole) {
       read_weight(was, e, kWay, here);
@@ -209,10 +209,10 @@ struct round_of {
   }
 
   /* Steps a round. weights: receives the new 16-bit weights, zeros beyond the tensor's end. */
-  static __device__ __forceinline__ void round(const tx_step_table &t, const tx_step_entry &e, const of_tensor &w,
-                                               const tx_here &here, const of_writes &writes, uint32_t (&weights)[4]) {
+  static __device__ __forceinline__ void round(const tx_step_table &t, const tx_step_entry &e, const tensor_state &w,
+                                               const tx_here &here, const tile_writes &writes, uint32_t (&weights)[4]) {
     const tx_dtype m_dtype = moment(e.exp_avg_dtype), v_dtype = moment(e.exp_avg_sq_dtype);
-    in_round to;
+    round_data to;
     tx_stepped x;
     const bool quick = kQuick && w.quick && take(to, x, t, e, w, here, writes.drops, true);
     if (!quick) {
@@ -221,7 +221,7 @@ struct round_of {
       tx_read_again();
       (void)take(to, x, t, e, w, here, writes.drops, false);
     }
-    if constexpr (kHasExtras) leave_behind(t, e, w, here, writes, to);
+    if constexpr (kHasExtras) note_extras(t, e, w, here, writes, to);
     if (here.whole) {
       write_weight(to, e, kWay, here);
     } else {

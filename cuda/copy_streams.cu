@@ -31,7 +31,7 @@ static tx_status copy(void *ctx, int32_t up, void *to, const void *from, int64_t
   return leave(copy_ops, before, tx_cuda_answered(answer, up ? "copying to the device" : "copying to the host", error));
 }
 
-/* A slot belongs to one thread, so its mark needs no lock. */
+/* A slot, and so its mark, is used by one thread only. */
 static tx_status mark_of(const tx_cuda_copies *copy_ops, int32_t up, int64_t slot, cudaEvent_t **mark,
                          tx_error *error) {
   if (slot < 0 || slot >= copy_ops->slots)

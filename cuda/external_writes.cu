@@ -26,7 +26,7 @@ struct common {
 typedef tx_table<common, entry> table;
 
 /* Compares or renews the checksums of samples, in tiles of TX_SAMPLED weights: one checksum per tile. */
-__global__ void __launch_bounds__(TX_BLOCK_THREADS) look_at_samples(const __grid_constant__ table t) {
+__global__ void __launch_bounds__(TX_BLOCK_THREADS) compare_samples(const __grid_constant__ table t) {
   const uint32_t lane = tx_lane_id();
   const int64_t tiles = tx_table_tiles(t);
   for (int64_t number = tx_first_tile(); number < tiles; number += tx_tile_step()) {
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(TX_BLOCK_THREADS) look_at_samples(const __grid
 }
 
 /* Compares, resyncs or renews blocks with remainders, in tiles of TX_CHECKSUM weights: one checksum per tile. */
-__global__ void __launch_bounds__(TX_BLOCK_THREADS) look_at_remainders(const __grid_constant__ table t) {
+__global__ void __launch_bounds__(TX_BLOCK_THREADS) compare_remainders(const __grid_constant__ table t) {
   const uint32_t lane = tx_lane_id();
   const int64_t tiles = tx_table_tiles(t);
   for (int64_t number = tx_first_tile(); number < tiles; number += tx_tile_step()) {
@@ -120,33 +120,33 @@ tx_status tx_external_notes_begin(const tx_cuda_scope *scope, const tx_cuda_call
                           "clearing the workspace", error);
 }
 
-tx_status tx_external_look_at_samples(const tx_cuda_scope *scope, const tx_external_lists &lists,
+tx_status tx_external_compare_samples(const tx_cuda_scope *scope, const tx_external_lists &lists,
                                       const tx_external_notes *notes, int32_t mode, tx_error *error) {
-  return look(scope, look_at_samples, lists, notes ? notes->suspect : NULL, 1, TX_F32, mode, error);
+  return look(scope, compare_samples, lists, notes ? notes->suspect : NULL, 1, TX_F32, mode, error);
 }
 
-tx_status tx_external_look_at_remainders(const tx_cuda_scope *scope, const tx_external_lists &lists,
+tx_status tx_external_compare_remainders(const tx_cuda_scope *scope, const tx_external_lists &lists,
                                          unsigned long long *counts, int32_t each, int32_t mode, tx_error *error) {
-  return look(scope, look_at_remainders, lists, counts, each, TX_I16, mode, error);
+  return look(scope, compare_remainders, lists, counts, each, TX_I16, mode, error);
 }
 
 tx_status tx_external_checksum(const tx_cuda_scope *scope, const tx_external_lists &lists, int32_t mode,
                                unsigned long long *stale, int32_t each, const tx_cuda_call *call, tx_error *error) {
   if (mode == TX_CHECKSUM_RENEW) {
-    TX_FORWARD(tx_external_look_at_samples(scope, lists, NULL, mode, error));
+    TX_FORWARD(tx_external_compare_samples(scope, lists, NULL, mode, error));
   } else if (tx_external_has_any(lists, TX_F32)) {
     tx_external_notes notes;
     TX_FORWARD(tx_external_check_workspace(call, lists.n, "looking at fp32 masters", error));
     TX_FORWARD(tx_external_notes_begin(scope, call, lists.n, &notes, error));
-    TX_FORWARD(tx_external_look_at_samples(scope, lists, &notes, mode, error));
+    TX_FORWARD(tx_external_compare_samples(scope, lists, &notes, mode, error));
     TX_FORWARD(tx_resync_masters(scope, lists.n, lists.params, lists.masters,
                                  mode == TX_CHECKSUM_CHECK ? TX_RESYNC_COUNT : TX_RESYNC_STALE, notes.suspect, stale,
                                  each, error));
     /* Renews all checksums; those that agree keep their values. */
     if (mode == TX_CHECKSUM_RESYNC)
-      TX_FORWARD(tx_external_look_at_samples(scope, lists, NULL, TX_CHECKSUM_RENEW, error));
+      TX_FORWARD(tx_external_compare_samples(scope, lists, NULL, TX_CHECKSUM_RENEW, error));
   }
-  return tx_external_look_at_remainders(scope, lists, stale, each, mode, error);
+  return tx_external_compare_remainders(scope, lists, stale, each, mode, error);
 }
 
 tx_status tx_external_refuse_written(const tx_cuda_scope *scope, const tx_external_lists &lists,
@@ -156,10 +156,10 @@ tx_status tx_external_refuse_written(const tx_cuda_scope *scope, const tx_extern
   if (!tx_external_has_any(lists, TX_F32) && !tx_external_has_any(lists, TX_I16)) return TX_OK;
   TX_FORWARD(tx_external_check_workspace(call, lists.n, "on_external_write = 2 (check)", error));
   TX_FORWARD(tx_external_notes_begin(scope, call, lists.n, &notes, error));
-  TX_FORWARD(tx_external_look_at_samples(scope, lists, &notes, TX_CHECKSUM_CHECK, error));
+  TX_FORWARD(tx_external_compare_samples(scope, lists, &notes, TX_CHECKSUM_CHECK, error));
   TX_FORWARD(tx_resync_masters(scope, lists.n, lists.params, lists.masters, TX_RESYNC_COUNT, notes.suspect,
                                notes.counts, 1, error));
-  TX_FORWARD(tx_external_look_at_remainders(scope, lists, notes.counts, 1, TX_CHECKSUM_CHECK, error));
+  TX_FORWARD(tx_external_compare_remainders(scope, lists, notes.counts, 1, TX_CHECKSUM_CHECK, error));
   int64_t *const counts = (int64_t *)malloc(bytes);
   if (!counts) return tx_fail(error, TX_ERROR_OUT_OF_MEMORY, "no memory to look at %lld params", (long long)lists.n);
   tx_status status = tx_cuda_answered(

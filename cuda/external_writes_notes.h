@@ -30,11 +30,11 @@ bool tx_external_has_any(const tx_external_lists &lists, tx_dtype master);
 
 /* Processes the samples of parameters with fp32 masters: marks those with a differing checksum as suspects, or
  * (TX_CHECKSUM_RENEW) renews the checksums. */
-tx_status tx_external_look_at_samples(const tx_cuda_scope *scope, const tx_external_lists &lists,
+tx_status tx_external_compare_samples(const tx_cuda_scope *scope, const tx_external_lists &lists,
                                       const tx_external_notes *notes, int32_t mode, tx_error *error);
 /* Processes the checksums of weights with remainders. counts: int64, added to; one for each parameter [n], or (each =
  * 0) one for all; NULL: not wanted. */
-tx_status tx_external_look_at_remainders(const tx_cuda_scope *scope, const tx_external_lists &lists,
+tx_status tx_external_compare_remainders(const tx_cuda_scope *scope, const tx_external_lists &lists,
                                          unsigned long long *counts, int32_t each, int32_t mode, tx_error *error);
 
 /* The kernel of tx_master_resync. suspect: [n], parameters for which it is 0 are left out; NULL: none is left out.

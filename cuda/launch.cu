@@ -12,7 +12,7 @@ constexpr int kNewest = kArchitectures[sizeof kArchitectures / sizeof *kArchitec
 constexpr int32_t kMaxDevices = 64;
 
 /* The number of SMs of each device that was found usable; 0: not checked yet. */
-std::atomic<int32_t> fit[kMaxDevices];
+std::atomic<int32_t> usable_sms[kMaxDevices];
 
 /* A cache of how many blocks of a kernel can be resident on an SM of each device; 0: not known yet. The first query for
  * a kernel claims a row, for good; if no row is free, the answer is not cached. All threads that write an entry write
@@ -111,7 +111,7 @@ tx_status check_nothing_left(tx_error *error) {
 tx_status check_device(int32_t device, tx_error *error) {
   int n = 0, major = 0, minor = 0, processors = 0;
   char built[96];
-  if (device >= 0 && device < kMaxDevices && fit[device].load(std::memory_order_relaxed)) return TX_OK;
+  if (device >= 0 && device < kMaxDevices && usable_sms[device].load(std::memory_order_relaxed)) return TX_OK;
   TX_FORWARD(check_driver(error));
   const cudaError_t counted = cudaGetDeviceCount(&n);
   if (counted == cudaErrorNoDevice || (counted == cudaSuccess && n == 0))
@@ -129,7 +129,7 @@ tx_status check_device(int32_t device, tx_error *error) {
   if (!runs_on(major, minor))
     return tx_fail(error, TX_ERROR_UNAVAILABLE, "device %d is sm_%d%d; this library was built for %s", (int)device,
                    major, minor, built);
-  fit[device].store(processors, std::memory_order_relaxed);
+  usable_sms[device].store(processors, std::memory_order_relaxed);
   return TX_OK;
 }
 
@@ -164,8 +164,7 @@ uint32_t tx_cuda_version(void) {
 
 tx_status tx_cuda_answered(cudaError_t answer, const char *what, tx_error *error) {
   if (answer == cudaSuccess) return TX_OK;
-  (void)cudaGetLastError(); /* reported here, so that the next caller of CUDA does not see it again; a fatal error
-                             * stays */
+  (void)cudaGetLastError(); /* so that the next caller of CUDA does not see it again; a fatal error stays */
   if (is_fatal(answer)) return fail_of_earlier_work(answer, error);
   return tx_fail(error, TX_ERROR_UNAVAILABLE, "%s failed with %s (%s)", what, cudaGetErrorName(answer),
                  cudaGetErrorString(answer));
@@ -215,7 +214,7 @@ tx_status tx_cuda_enter(const tx_cuda_call *call, tx_cuda_scope *scope, tx_error
   TX_FORWARD(tx_cuda_make_current(call->device, &scope->before, error));
   scope->stream = (cudaStream_t)call->stream;
   scope->device = call->device;
-  scope->processors = fit[call->device].load(std::memory_order_relaxed);
+  scope->processors = usable_sms[call->device].load(std::memory_order_relaxed);
   scope->capturing = 0;
   tx_status status = relax(&scope->mode, error);
   if (status != TX_OK) {

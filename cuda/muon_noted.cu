@@ -122,8 +122,8 @@ __global__ void __launch_bounds__(TX_BLOCK_THREADS) update(const __grid_constant
 
 struct bounds {
   int64_t numel;
-  void *moved;                          /* NULL: not wanted */
-  const unsigned long long *taken_over; /* how many masters became their weights */
+  void *moved;                                /* NULL: not wanted */
+  const unsigned long long *resynced_masters; /* how many masters became their weights */
 };
 struct counter {
   unsigned long long *resynced;
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(TX_BLOCK_THREADS) mark_moved(const __grid_cons
   for (int64_t number = tx_first_tile(); number < tiles; number += tx_tile_step()) {
     const tx_tile tile = tx_table_tile(t, number);
     const bounds &b = t.entries[tile.tensor];
-    const unsigned long long count = *b.taken_over;
+    const unsigned long long count = *b.resynced_masters;
     if (tile.begin == 0 && tx_lane_id() == 0) tx_count(t.common.resynced, (int64_t)count);
     for (int32_t i = (int32_t)tx_lane_id(); b.moved && count && i < tile.count; i += TX_WARP)
       tx_write_value((char *)b.moved + 2 * (tile.begin + i), TX_MOVED_ANYHOW);
@@ -157,14 +157,14 @@ tx_status mark_all(const tx_cuda_scope *scope, const tx_muon_update_args *a, con
   return launch();
 }
 
-tx_status take_over(const tx_cuda_scope *scope, const tx_muon_update_args *a, const tx_cuda_call *call,
-                    unsigned long long *resynced, tx_error *error) {
+tx_status resync_written(const tx_cuda_scope *scope, const tx_muon_update_args *a, const tx_cuda_call *call,
+                         unsigned long long *resynced, tx_error *error) {
   const tx_external_lists lists = {a->n, a->params, a->masters, a->checksums};
   tx_external_notes notes;
   if (!tx_external_has_any(lists, TX_F32)) return TX_OK;
   TX_FORWARD(tx_external_check_workspace(call, a->n, "looking at fp32 masters", error));
   TX_FORWARD(tx_external_notes_begin(scope, call, a->n, &notes, error));
-  TX_FORWARD(tx_external_look_at_samples(scope, lists, &notes, TX_CHECKSUM_RESYNC, error));
+  TX_FORWARD(tx_external_compare_samples(scope, lists, &notes, TX_CHECKSUM_RESYNC, error));
   TX_FORWARD(
       tx_resync_masters(scope, a->n, a->params, a->masters, TX_RESYNC_STALE, notes.suspect, notes.counts, 1, error));
   return mark_all(scope, a, notes, resynced, error);
@@ -220,7 +220,7 @@ tx_status tx_muon_step_noted(const tx_cuda_scope *scope, const tx_muon_update_ar
   t.common.ema_every = a->ema_every;
   t.common.resynced = (unsigned long long *)(a->resynced.numel ? a->resynced.data : NULL);
   t.common.resyncs = a->on_external_write == TX_EXTERNAL_RESYNC;
-  if (t.common.resyncs) TX_FORWARD(take_over(scope, a, call, t.common.resynced, error));
+  if (t.common.resyncs) TX_FORWARD(resync_written(scope, a, call, t.common.resynced, error));
   begin(&t);
   for (int64_t k = 0; k < a->n_parts;) {
     const int64_t i = a->parts[k].tensor, numel = a->params[i].numel;

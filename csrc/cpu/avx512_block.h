@@ -22,8 +22,7 @@ static __attribute__((noinline)) void tx_avx512_weights_again(const tx_adamw_con
                                                               tx_avx512_moment_tile tile, const tx_avx512_kept *kept,
                                                               tx_dtype master) {
   for (int32_t i = 0; master == TX_F32 && i < TX_BLOCK; i++)
-    tx_store(s.param, i, TX_BF16, tx_load(s.master, i, TX_F32)); /* masters are already stepped, but the fast path
-                                                                  * rounds NaN differently */
+    tx_store(s.param, i, TX_BF16, tx_load(s.master, i, TX_F32)); /* already stepped; NaN is rounded anew */
   if (master == TX_F32) return;
   memcpy(s.param, kept->param, sizeof kept->param);
   memcpy(s.master, kept->remainder, sizeof kept->remainder);
@@ -41,10 +40,10 @@ static __attribute__((noinline)) void tx_avx512_weights_again(const tx_adamw_con
  * late if there was a task: a twentieth of the step on Sapphire Rapids. */
 #define TX_AVX512_MASTERS_AHEAD 384
 
-/* Steps the block at s. task: tx_avx512_task of its extras. tile: from its moments on. asked: on entry the quotients of
- * the block's first run; on return those of the next block's first run, whose moments begin at `ahead`. */
+/* Steps the block at s. task: tx_avx512_task of its extras. tile: from its moments on. started: on entry the quotients
+ * of the block's first run; on return those of the next block's first run, whose moments begin at `ahead`. */
 TX_FN void tx_avx512_block_weights(const tx_adamw_constants *c, const tx_avx512_constants *wide, tx_step_streams s,
-                                   tx_avx512_moment_tile tile, tx_avx512_quotients *asked,
+                                   tx_avx512_moment_tile tile, tx_avx512_quotients *started,
                                    const tx_avx512_moment_tile *ahead, const tx_dtype master, const int32_t task) {
   const int32_t finds = task <= TX_FIND_BOTH ? task : TX_FIND_NOTHING;
   const int averages = task > TX_FIND_BOTH;
@@ -53,13 +52,13 @@ TX_FN void tx_avx512_block_weights(const tx_adamw_constants *c, const tx_avx512_
   tx_avx512_averages averaged = tx_avx512_averages_begin();
   tx_avx512_kept kept;
   __asm__(""
-          : "+r"(s.param)); /* without it gcc puts both pointers into one vector, whose instructions wait for the
-                             * same ports as all others */
+          : "+r"(s.param)); /* else gcc puts both pointers into one vector, which waits for the same ports as the
+                             * rest */
 #pragma GCC unroll 4
   for (int32_t run = 0; run < TX_BLOCK / 32; run++) {
     const tx_avx512_moment_tile further = tx_avx512_moments_on(tile, 16 * (run + 1));
     if (master == TX_F32 && run % 2 == 0) tx_prefetch_at(s.master, 32 * run, TX_AVX512_MASTERS_AHEAD, 64, TX_F32);
-    const tx_avx512_quotients q = tx_avx512_take(wide, asked, run + 1 < TX_BLOCK / 32 ? &further : ahead);
+    const tx_avx512_quotients q = tx_avx512_take(wide, started, run + 1 < TX_BLOCK / 32 ? &further : ahead);
     const tx_avx512_stepped stepped =
         master == TX_F32 ? tx_avx512_masters(wide, (char *)s.param + 64 * run, (char *)s.master + 128 * run, q,
                                              &kept.master[32 * run])

@@ -25,8 +25,7 @@ TX_FN __m512i tx_avx512_largest(const __m512i a[4], const __m512i b[4]) {
 typedef struct tx_avx512_plans {
   int32_t amax[TX_AVX512_GROUP] __attribute__((aligned(16)));
   int32_t exponent[TX_AVX512_GROUP];
-  uint32_t rebase[2][TX_AVX512_GROUP]; /* doubled into both halves (tx_avx512_twice); at [1] for blocks without values
-                                        * below the normals */
+  uint32_t rebase[2][TX_AVX512_GROUP]; /* tx_avx512_twice; [1]: for blocks without values below the normals */
   float least_normal[TX_AVX512_GROUP];
   uint32_t keep[TX_AVX512_GROUP];
   uint32_t kept; /* all of keep, and-ed */

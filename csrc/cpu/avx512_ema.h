@@ -80,9 +80,7 @@ TX_FN void tx_avx512_average_24(tx_avx512_averages *a, const void *emas, const u
   const __m512i first_byte = _mm512_set1_epi32(0xff00), second_byte = _mm512_set1_epi32(0xff00);
   const __m512i read = _mm512_loadu_si512((const char *)emas + 64 * run);
   const __m512i low =
-      _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)(lows + 32 * run))); /* the lower bytes of
-                                                                                                    * both elements of
-                                                                                                    * each word */
+      _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)(lows + 32 * run))); /* of both */
   /* upper | (low & mask) */
   const __m512 old[2] = {tx_avx512_f32(_mm512_ternarylogic_epi32(_mm512_slli_epi32(read, 16), _mm512_slli_epi32(low, 8),
                                                                  first_byte, 0xf8)),
@@ -93,8 +91,7 @@ TX_FN void tx_avx512_average_24(tx_avx512_averages *a, const void *emas, const u
   for (int k = 0; k < 2; k++) {
     const __m512 change = tx_avx512_ema_change(weight, old[k], now[k]);
     sum[k] = _mm512_add_ps(old[k], change);
-    size[k] = tx_avx512_farther(old[k], sum[k]); /* includes `old`, so that the sums within the error do not overflow
-                                                  * either */
+    size[k] = tx_avx512_farther(old[k], sum[k]); /* with `old`: the error's sums do not overflow either */
     bits[k] = tx_avx512_round_24(old[k], change, sum[k], tx_avx512_threshold(u, run, k));
   }
   a->ordinary = tx_avx512_within(a->ordinary, tx_avx512_farther(size[0], size[1]), 0x1p126f, sum);

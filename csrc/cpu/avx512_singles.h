@@ -21,10 +21,10 @@ TX_FN tx_avx512_stepped tx_avx512_singles(const tx_avx512_constants *c, float *p
   return (tx_avx512_stepped){_mm512_kunpackw(changed[1], changed[0]), {p[0], p[1]}, {x[0], x[1]}, upper};
 }
 
-/* Steps the block at element `at` of the streams. tile, asked: see tx_avx512_block_weights. last: whether no block
+/* Steps the block at element `at` of the streams. tile, started: see tx_avx512_block_weights. last: whether no block
  * follows. finds: see tx_finds. */
 TX_FN void tx_avx512_singles_block(const tx_avx512_constants *c, tx_step_streams s, int64_t at,
-                                   tx_avx512_moment_tile tile, tx_avx512_quotients *asked, int last,
+                                   tx_avx512_moment_tile tile, tx_avx512_quotients *started, int last,
                                    const int32_t finds) {
   tx_avx512_found found = tx_avx512_found_begin(s.measured, finds);
   float kept[TX_BLOCK] __attribute__((aligned(64)));
@@ -32,7 +32,7 @@ TX_FN void tx_avx512_singles_block(const tx_avx512_constants *c, tx_step_streams
 #pragma GCC unroll 4
   for (int32_t run = 0; run < TX_BLOCK / 32; run++) {
     const tx_avx512_moment_tile further = tx_avx512_moments_on(tile, 32 * (run + 1));
-    const tx_avx512_quotients q = tx_avx512_take(c, asked, run + 1 < TX_BLOCK / 32 || !last ? &further : NULL);
+    const tx_avx512_quotients q = tx_avx512_take(c, started, run + 1 < TX_BLOCK / 32 || !last ? &further : NULL);
     tx_prefetch(s.param, at + 32 * run, 32, TX_F32);
     const tx_avx512_stepped stepped = tx_avx512_singles(c, (float *)s.param + at + 32 * run, q, &kept[32 * run]);
     if (!(finds & TX_FIND_MEASURED)) tx_avx512_watch_numbers(&watch, stepped.now);
@@ -51,10 +51,10 @@ TX_FN void tx_avx512_singles_tile(const tx_adamw_constants *c, const tx_step_str
                                   const float *roots, const int32_t finds) {
   const tx_avx512_constants wide = tx_avx512_constants_of(c);
   const tx_avx512_moment_tile first = {(const float *)s->exp_avg + at, roots, 16};
-  tx_avx512_quotients asked = tx_avx512_divide(&wide, first);
+  tx_avx512_quotients started = tx_avx512_divide(&wide, first);
   for (int32_t block = at; block < end; block += TX_BLOCK)
-    tx_avx512_singles_block(&wide, *s, block, tx_avx512_moments_on(first, block - at), &asked, block + TX_BLOCK >= end,
-                            finds);
+    tx_avx512_singles_block(&wide, *s, block, tx_avx512_moments_on(first, block - at), &started,
+                            block + TX_BLOCK >= end, finds);
 }
 
 /* The weights of whole blocks, of elements at ... end - 1. One function for each task: in a common one, each would take

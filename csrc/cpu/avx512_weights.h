@@ -62,8 +62,7 @@ TX_FN tx_avx512_moment_tile tx_avx512_moments_on(tx_avx512_moment_tile t, int32_
 /* The rare patterns that were met. Ties are recorded by the functions that step weights, NaN by their callers. */
 typedef struct tx_avx512_watch {
   __mmask32 untied;   /* cleared for remainders that were -32768, as read or as written */
-  __mmask16 ordinary; /* cleared for masters that were NaN; a master whose sign differs from its weight's has a NaN's
-                       * pattern */
+  __mmask16 ordinary; /* cleared for masters that were NaN, as are those with another sign than their weight */
 } tx_avx512_watch;
 
 TX_FN tx_avx512_watch tx_avx512_watch_begin(void) {
@@ -102,13 +101,11 @@ TX_FN tx_avx512_quotients tx_avx512_divide(const tx_avx512_constants *c, tx_avx5
 
 /* Returns the quotients that were started last, and starts those of `ahead`, unless it is NULL: the divider works on
  * them while the caller uses the returned ones. */
-TX_FN tx_avx512_quotients tx_avx512_take(const tx_avx512_constants *c, tx_avx512_quotients *asked,
+TX_FN tx_avx512_quotients tx_avx512_take(const tx_avx512_constants *c, tx_avx512_quotients *started,
                                          const tx_avx512_moment_tile *ahead) {
-  const tx_avx512_quotients q = *asked;
-  if (ahead) *asked = tx_avx512_divide(c, *ahead);
-  __asm__ volatile(""
-                   : "+v"(asked->of[0]), "+v"(asked->of[1])); /* starts the division now, not where the result is
-                                                               * used */
+  const tx_avx512_quotients q = *started;
+  if (ahead) *started = tx_avx512_divide(c, *ahead);
+  __asm__ volatile("" : "+v"(started->of[0]), "+v"(started->of[1])); /* now, not where it is used */
   return q;
 }
 

@@ -4,8 +4,8 @@
 
 #include "csrc/cpu/delta_loops.h"
 
-/* moved: for each TX_BLOCK of the segment, the bound, at least 1, if a weight changed, else 0. Has room for whole
- * blocks. */
+/* The bound of each TX_BLOCK of the segment: at least 1 if a weight changed, else 0. moved: has room for a whole
+ * segment. */
 TX_FN void tx_delta_moved_of(const tx_delta_encoder *e, uint16_t *moved) {
   const int64_t whole = e->n / TX_BLOCK;
   for (int64_t i = 0; i < whole; i++) {

@@ -8,8 +8,7 @@
 /* remainders: the r with which each of n numbers is coded. Returns the Rice state after them. */
 TX_FN tx_rice tx_delta_remainders(tx_rice s, const uint32_t *numbers, int32_t n, int32_t *remainders) {
   int32_t k = 0;
-  for (int32_t i = 0; i < TX_RICE_GROUP && s.left < TX_RICE_GROUP && k < n; i++, k++) { /* the rest of a group that was
-                                                                                         * begun before */
+  for (int32_t i = 0; i < TX_RICE_GROUP && s.left < TX_RICE_GROUP && k < n; i++, k++) { /* the rest of a begun group */
     remainders[k] = s.r;
     tx_rice_follow(&s, numbers[k]);
   }

@@ -42,8 +42,8 @@ TX_FN int32_t tx_delta_list_word(uint64_t word, int64_t first, uint16_t *at) {
   const __m512i places = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
   int32_t found = 0;
   for (int32_t i = 0; i < 64; i += 16, word >>= 16) {
-    const __m512i those = _mm512_add_epi32(places, _mm512_set1_epi32((int32_t)first + i));
-    const __m512i there = _mm512_maskz_compress_epi32((__mmask16)word, those);
+    const __m512i positions = _mm512_add_epi32(places, _mm512_set1_epi32((int32_t)first + i));
+    const __m512i there = _mm512_maskz_compress_epi32((__mmask16)word, positions);
     _mm256_storeu_si256((__m256i *)(at + found), _mm512_cvtepi32_epi16(there));
     found += __builtin_popcount((uint32_t)word & 0xffffu);
   }
@@ -84,8 +84,7 @@ TX_FN int32_t tx_delta_list_words(const uint64_t *words, int32_t n, int64_t firs
   for (int32_t w = 0; w < n; w++, first += 64) {
     const int32_t ones = __builtin_popcountll(words[w]);
     uint64_t hits = words[w], second = hits & (hits - 1u), left = second & (second - 1u);
-    at[found] = (uint16_t)(first + __builtin_ctzll(hits | some)); /* without a branch, since most words have no more
-                                                                   * than three */
+    at[found] = (uint16_t)(first + __builtin_ctzll(hits | some)); /* no branch: most words have no more */
     at[found + 1] = (uint16_t)(first + __builtin_ctzll(second | some));
     at[found + 2] = (uint16_t)(first + __builtin_ctzll(left | some));
     for (int32_t i = 3; i < ones; i++) {

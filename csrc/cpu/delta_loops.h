@@ -14,18 +14,14 @@
 
 /* The working memory for a block, owned by its task. A weight is "unsure" if it is in no class (Note [Classes]). */
 typedef struct tx_delta_block {
-  uint64_t changed[TX_DELTA_WORDS], unsure[TX_DELTA_WORDS];          /* bits of the changed weights; of the unsure ones
-                                                                      * among them */
+  uint64_t changed[TX_DELTA_WORDS], unsure[TX_DELTA_WORDS];          /* of changed weights; of unsure ones among them */
   uint64_t masks[TX_DELTA_CLASSES][TX_DELTA_WORDS];                  /* bits of the weights of each class */
-  uint16_t before[TX_DELTA_CLASSES][TX_DELTA_WORDS + TX_DELTA_PAST]; /* how many bits of the mask are in the words
-                                                                      * before each */
-  uint64_t packed[TX_DELTA_CLASSES][TX_DELTA_WORDS + 2];             /* by place in the class (Note [Places]): which
-                                                                      * weights changed, or did not */
+  uint16_t before[TX_DELTA_CLASSES][TX_DELTA_WORDS + TX_DELTA_PAST]; /* bits of the mask before each word */
+  uint64_t packed[TX_DELTA_CLASSES][TX_DELTA_WORDS + 2];             /* changed (or not) by place (Note [Places]) */
   uint16_t at[TX_DELTA_LISTED];                                      /* positions of the changed weights */
   uint32_t now[TX_DELTA_LISTED];                                     /* their new values, if 16-bit */
   uint16_t class_of[TX_DELTA_LISTED];                                /* their classes; TX_DELTA_CLASSES: unsure */
-  uint16_t listed[TX_DELTA_CLASSES + 1][TX_DELTA_LISTED];            /* positions of the changed weights of each class;
-                                                                      * last: unsure */
+  uint16_t listed[TX_DELTA_CLASSES + 1][TX_DELTA_LISTED];            /* of changed weights by class; last: unsure */
 } tx_delta_block;
 
 /* Memory that is read after this block, prefetched line by line while the block is coded: requested all at once, a core

@@ -1,9 +1,9 @@
 /* Converts positions in a block to places in a class, and back. Included by coding_kernels_isa.c only.
  *
- * Note [Places]. Positions are coded for each class separately, as places: the how-manyth weight of its class a weight
- * is. The sender gets a place by counting the bits of the class's mask before the position. The receiver sets a bit for
- * each place; these bits are contiguous ("packed"), and an instruction (pdep) spreads them over the mask, 64 at a time.
- * Without that instruction, the position of each place is searched for. */
+ * Note [Places]. Positions are coded for each class separately, as places: the index of a weight among the weights of
+ * its class. The sender gets a place by counting the bits of the class's mask before the position. The receiver sets a
+ * bit for each place; these bits are contiguous ("packed"), and an instruction (pdep) spreads them over the mask, 64 at
+ * a time. Without that instruction, the position of each place is searched for. */
 #ifndef TX_CPU_DELTA_PLACES_H
 #define TX_CPU_DELTA_PLACES_H
 
@@ -24,8 +24,8 @@ TX_FN void tx_delta_sort(tx_delta_block *b, int32_t n, int32_t n_of[TX_DELTA_CLA
     const __m512i at = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(b->at + k)));
     for (int32_t c = 0; c <= TX_DELTA_CLASSES; c++) {
       const uint32_t of = _mm256_cmpeq_epi16_mask(class_of, _mm256_set1_epi16((int16_t)c)) & there;
-      const __m512i those = _mm512_maskz_compress_epi32((__mmask16)of, at);
-      _mm256_storeu_si256((__m256i *)(b->listed[c] + n_of[c]), _mm512_cvtepi32_epi16(those));
+      const __m512i positions = _mm512_maskz_compress_epi32((__mmask16)of, at);
+      _mm256_storeu_si256((__m256i *)(b->listed[c] + n_of[c]), _mm512_cvtepi32_epi16(positions));
       n_of[c] += __builtin_popcount(of);
     }
   }
@@ -60,7 +60,7 @@ TX_FN void tx_delta_places(const tx_delta_block *b, int32_t c, uint16_t *list, i
   }
 }
 
-#if defined(__BMI2__) /* does not exclude older processors on which pdep is slow */
+#if defined(__BMI2__) /* not in the AVX2 build: on older processors with AVX2 pdep is slow */
 
 /* Whether no word has more than 57 weights of any of the first n classes: so many bits are in a single load, wherever
  * they begin. */

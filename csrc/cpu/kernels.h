@@ -45,8 +45,7 @@ typedef struct tx_adamw_piece {
   uint8_t *exp_avg_sq_scale; /* likewise */
   const tx_adamw_constants *constants;
   tx_noise exp_avg_noise, exp_avg_sq_noise, param_noise;
-  tx_dtype grad_dtype, param_dtype, master_dtype, exp_avg_dtype, exp_avg_sq_dtype; /* a legal combination
-                                                                                    * (combos.def) */
+  tx_dtype grad_dtype, param_dtype, master_dtype, exp_avg_dtype, exp_avg_sq_dtype; /* a row of combos.def */
   int32_t moment_rounding, weight_rounding;
   const tx_step_extras *extras; /* NULL: none */
 } tx_adamw_piece;

@@ -253,7 +253,7 @@ static int64_t tx_checksum_tile(const tx_adamw_piece *a, int64_t at, int64_t n, 
 
 /* Compares the checksums of n weights before they are stepped, for those that no instance processes. Returns how many
  * weights are in blocks that were resynced. */
-static int64_t tx_look_at_tile(const tx_adamw_piece *a, int64_t at, int64_t n) {
+static int64_t tx_compare_tile(const tx_adamw_piece *a, int64_t at, int64_t n) {
   if (!a->resyncs && !a->extras) return 0;
   const int64_t written = tx_checksum_tile(a, at, n, a->resyncs ? TX_CHECKSUM_RESYNC : TX_CHECKSUM_CHECK);
   if (a->extras && written) tx_note_written(a->extras, at, n);
@@ -312,8 +312,7 @@ static int64_t tx_adamw_run(const tx_adamw_piece *a) {
   tx_route(a, &route);
   const int64_t master_size = tx_lane_bytes(a->master_dtype);
   const int64_t tile = route.staged ? TX_TILE : a->n;
-  const int own = !route.staged && a->checksums && a->master_dtype == TX_I16; /* whether the instance processes
-                                                                               * checksums itself */
+  const int instance_checks = !route.staged && a->checksums && a->master_dtype == TX_I16;
   const int stream_store = TX_HAS_NONTEMPORAL && a->stream_store && (uintptr_t)a->param % TX_CACHE_LINE == 0;
   const int measures = TX_HAS_AVX512 && !route.staged && a->extras && a->extras->health;
   int64_t stale = 0;
@@ -326,11 +325,11 @@ static int64_t tx_adamw_run(const tx_adamw_piece *a) {
   for (int64_t at = 0; at < a->n; at += tile) {
     const int64_t n = a->n - at < tile ? a->n - at : tile;
     void *master = a->master ? (char *)a->master + at * master_size : NULL;
-    const int32_t blocks = own ? (int32_t)(n / TX_CHECKSUM * TX_CHECKSUM) : 0;
+    const int32_t blocks = instance_checks ? (int32_t)(n / TX_CHECKSUM * TX_CHECKSUM) : 0;
     tx_rest rest; /* not initialised, since its copy has 8 KB */
     rest.at = at + (route.staged ? 0 : n / TX_BLOCK * TX_BLOCK);
     rest.n = a->extras ? at + n - rest.at : 0;
-    stale += tx_look_at_tile(a, at + blocks, n - blocks);
+    stale += tx_compare_tile(a, at + blocks, n - blocks);
     if (rest.n > 0) tx_keep_rest(a, &rest); /* after the resync, as the step reads them */
     tx_step_streams s = {.grad = tx_stage_in(&route.grad, at, n, g_tile),
                          .param = route.steps_master ? master : tx_stage_in(&route.param, at, n, p_tile),

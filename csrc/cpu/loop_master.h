@@ -47,8 +47,7 @@ TX_FN int tx_group_agrees(const char *params, const char *masters, int64_t n) {
     __builtin_prefetch(params + 2 * TX_AGREE_AHEAD + byte);
   for (int64_t i = 0; i < n; i++) {
     const uint32_t bits = ((const tx_mem_u32 *)masters)[i], magnitude = bits & 0x7fffffffu;
-    const uint32_t nearest = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16; /* tx_bf16_from_f32 of a number that is not
-                                                                            * NaN */
+    const uint32_t nearest = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16; /* tx_bf16_from_f32, but for NaN */
     differ |= nearest ^ ((const tx_mem_u16 *)params)[i];
     largest = magnitude > largest ? magnitude : largest;
   }

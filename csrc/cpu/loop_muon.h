@@ -237,7 +237,7 @@ static void tx_muon_note(const tx_muon_update_piece *a, tx_weights before, int64
 }
 
 /* Compares checksums of weights with remainders before the step; returns how many remainders were dropped. */
-static int64_t tx_muon_look(const tx_muon_update_piece *a, int64_t at, int64_t n) {
+static int64_t tx_muon_compare(const tx_muon_update_piece *a, int64_t at, int64_t n) {
   if (!a->resyncs && !a->extras) return 0;
   const int64_t written = tx_muon_checksums(a, at, n, a->resyncs ? TX_CHECKSUM_RESYNC : TX_CHECKSUM_CHECK);
   if (a->extras && written) tx_note_written(a->extras, at, n);
@@ -264,7 +264,7 @@ static int64_t tx_muon_update_run(const tx_muon_update_piece *a) {
     tx_muon_prefetch((const char *)a->update + at * update_size, n * update_size, TX_MUON_AHEAD_UPDATE);
     tx_muon_prefetch(param.memory + at * param.element_size, n * param.element_size, TX_MUON_AHEAD_UPDATE);
     if (a->master_dtype == TX_I16) tx_muon_prefetch((char *)a->master + at * 2, n * 2, TX_MUON_AHEAD_UPDATE);
-    stale += tx_muon_look(a, at, n);
+    stale += tx_muon_compare(a, at, n);
     if (a->extras) before = tx_muon_before(a, at, n, &copy);
     tx_muon_update_tile(a, &param, &part, at, n);
     (void)tx_muon_checksums(a, at, n, TX_CHECKSUM_RENEW);

@@ -42,14 +42,14 @@ TX_FN tx_avx512_moment_tile tx_avx512_moments_of(const tx_avx512_block *b) {
   return (tx_avx512_moment_tile){b->m[0], b->root[0], TX_BLOCK_PAIRS};
 }
 
-/* Weights, and the given task (tx_avx512_task). asked: see tx_avx512_block_weights; ahead: the next block, or NULL. */
+/* Weights, and a task (tx_avx512_task). started: see tx_avx512_block_weights; ahead: the next block, or NULL. */
 TX_FN void tx_avx512_second(const tx_adamw_constants *c, const tx_avx512_block_constants *w,
                             const tx_step_streams *streams, int32_t block, const tx_avx512_block *b,
-                            tx_avx512_quotients *asked, const tx_avx512_block *ahead, const int32_t task) {
+                            tx_avx512_quotients *started, const tx_avx512_block *ahead, const int32_t task) {
   const tx_step_streams s = tx_avx512_on(streams, block);
   const tx_avx512_moment_tile further = ahead ? tx_avx512_moments_of(ahead) : tx_avx512_moments_of(b);
   tx_prefetch_at(s.param, TX_CHECKSUM, TX_AVX512_GROUP * TX_BLOCK, TX_BLOCK, TX_BF16);
-  tx_avx512_block_weights(c, &w->step, s, tx_avx512_moments_of(b), asked, ahead ? &further : NULL, TX_I16, task);
+  tx_avx512_block_weights(c, &w->step, s, tx_avx512_moments_of(b), started, ahead ? &further : NULL, TX_I16, task);
 }
 
 /* Recomputes the codes that the fast path gets wrong: of a block of zeros, of one that is not finite, of one whose
@@ -115,9 +115,9 @@ _Static_assert(TX_CHECKSUM == TX_AVX512_GROUP * TX_BLOCK, "a checksum is of a gr
 
 TX_FN void tx_avx512_group_task(const tx_adamw_constants *c, const tx_avx512_block_constants *w,
                                 const tx_avx512_group *g, const int32_t task) {
-  tx_avx512_quotients asked = tx_avx512_divide(&w->step, tx_avx512_moments_of(g->blocks));
+  tx_avx512_quotients started = tx_avx512_divide(&w->step, tx_avx512_moments_of(g->blocks));
   for (int32_t i = 0; i < g->count; i++)
-    tx_avx512_second(c, w, &g->s, i, &g->blocks[i], &asked, i + 1 < g->count ? &g->blocks[i + 1] : NULL, task);
+    tx_avx512_second(c, w, &g->s, i, &g->blocks[i], &started, i + 1 < g->count ? &g->blocks[i + 1] : NULL, task);
 }
 
 /* The weights of a group. One function for each task: in a common one, each task would take registers from the

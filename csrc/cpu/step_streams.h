@@ -20,8 +20,7 @@ typedef struct tx_step_streams {
   uint32_t param_u, exp_avg_u, exp_avg_sq_u;
   void *checksums;  /* of weights with remainders, for whole blocks of TX_CHECKSUM; NULL: no checksums to renew */
   int64_t *stale;   /* counts resynced weights; NULL: checksums are not compared first */
-  int stream_store; /* whether weights with fp32 masters bypass the caches; they begin at a cache
-                     * line then */
+  int stream_store; /* weights with fp32 masters bypass the caches; they begin at a cache line */
   const tx_step_extras *extras;        /* for whole blocks; NULL: not requested */
   int64_t begin;                       /* the piece's element at which the streams begin, if there are extras */
   struct tx_measured_blocks *measured; /* of the piece; NULL: not requested, or no loop is for AVX-512 */

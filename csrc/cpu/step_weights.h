@@ -48,7 +48,7 @@ TX_FN void tx_avx512_tile(const tx_adamw_constants *c, const tx_step_streams *s,
                           const tx_step_tile *tile, const tx_dtype master, const int32_t task) {
   const tx_avx512_constants wide = tx_avx512_constants_of(c);
   const tx_avx512_moment_tile first = {tile->m[0], tile->root[0], TX_STEP_TILE / 2};
-  tx_avx512_quotients asked = tx_avx512_divide(&wide, first);
+  tx_avx512_quotients started = tx_avx512_divide(&wide, first);
   for (int32_t pair = 0; pair < pairs; pair += TX_BLOCK / 2) {
     const tx_avx512_moment_tile moments = tx_avx512_moments_on(first, pair);
     const tx_avx512_moment_tile further = tx_avx512_moments_on(moments, TX_BLOCK / 2);
@@ -60,7 +60,7 @@ TX_FN void tx_avx512_tile(const tx_adamw_constants *c, const tx_step_streams *s,
     if (master != TX_F32 || !s->stream_store)
       tx_prefetch(block.param, master == TX_F32 ? 0 : TX_CHECKSUM, TX_BLOCK, TX_BF16);
     if (master != TX_F32) tx_prefetch(block.master, 0, TX_BLOCK, master);
-    tx_avx512_block_weights(c, &wide, block, moments, &asked, pair + TX_BLOCK / 2 < pairs ? &further : NULL, master,
+    tx_avx512_block_weights(c, &wide, block, moments, &started, pair + TX_BLOCK / 2 < pairs ? &further : NULL, master,
                             task);
   }
 }

@@ -98,8 +98,7 @@ TX_FN tx_delta_found tx_delta_rung_find(const tx_delta_rungs *t, uint32_t old, i
   const int64_t first = (rung->one ? single : tx_delta_sent((int64_t)next & mask, bits)) ^ flip;
   int64_t found = high - ((high - first) & mask);
   const int64_t in_exponent = found - (int64_t)size + significand;
-  if (in_exponent < rung->low || in_exponent >= rung->high) { /* outside [low, high) the code has another length, so it
-                                                               * is read again */
+  if (in_exponent < rung->low || in_exponent >= rung->high) { /* the code has another length: read it again */
     bits = in_exponent < rung->low ? rung->low_bits : rung->high_bits;
     const int64_t wide = (INT64_C(1) << bits) - 1;
     found = high - ((high - (tx_delta_sent((int64_t)next & wide, bits) ^ flip)) & wide);

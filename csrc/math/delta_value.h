@@ -57,8 +57,7 @@ TX_FN int32_t tx_delta_bound_code(uint16_t bf16) {
   const int32_t size = bf16 & 0x7fff;
   if (size >= 0x7f80) return TX_DELTA_BOUND_MOST + 1;
   const int32_t code = (size + 7) >> 3;
-  return code < TX_DELTA_BOUND_LEAST ? TX_DELTA_BOUND_LEAST : code; /* less than any normal number counts as the least
-                                                                     * bound */
+  return code < TX_DELTA_BOUND_LEAST ? TX_DELTA_BOUND_LEAST : code; /* for all changes below the normals */
 }
 
 /* How many steps a weight with this exponent moves at most, including its rounding, when its value moves by the bound.

@@ -26,8 +26,7 @@
 TX_FN double tx_dither_lag(int32_t exp_avg_sq_dtype, int32_t moment_rounding, double beta2, int64_t step) {
   if (exp_avg_sq_dtype != TX_U8 || moment_rounding != TX_DITHERED) return 0.0;
   const double first = 1.0 / (double)step, weight = 1.0 - beta2;
-  const double moved = 0.5 * (first > weight ? first : weight); /* the most by which sqrt(v) moves in a step,
-                                                                 * relatively, for a steady gradient */
+  const double moved = 0.5 * (first > weight ? first : weight); /* relative change of sqrt(v), at most */
   return moved < TX_E4M4_SPACING ? TX_E4M4_LAG * (1.0 - moved / TX_E4M4_SPACING) : 0.0;
 }
 

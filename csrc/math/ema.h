@@ -14,8 +14,8 @@
 typedef struct tx_ema_turn {
   int averages;   /* whether the step updates the average */
   int begins;     /* whether the average is set to the masters */
-  uint32_t first; /* dithered threshold of element `start`. Thresholds count updates of the average, not steps:
-                   * multiples of some numbers give a bad lattice */
+  uint32_t first; /* dithered threshold of element `start`; by number of the update, since steps' multiples give a bad
+                   * lattice */
 } tx_ema_turn;
 TX_FN tx_ema_turn tx_ema_turn_at(uint64_t seed, int64_t id, int64_t step, int64_t every, int64_t start) {
   const tx_ema_turn turn = {step % every == 0, step == every,

@@ -75,8 +75,7 @@ TX_FN double tx_health_sum(const int64_t *bins) {
 /* The fp32 pattern of half an ulp of a weight of dtype `param`; bits: the fp32 pattern of its master. */
 TX_FN int32_t tx_half_ulp_bits(uint32_t bits, const tx_dtype param) {
   const int32_t digits = param == TX_BF16 ? 8 : param == TX_F16 ? 11 : 24;
-  const int32_t least = param == TX_F16 ? 113 : 1 + digits; /* the least exponent field: subnormals have the ulp of the
-                                                             * least normal */
+  const int32_t least = param == TX_F16 ? 113 : 1 + digits; /* subnormals have the ulp of the least normal */
   const int32_t exponent = (int32_t)((bits >> 23) & 0xffu);
   return ((exponent < least ? least : exponent) - digits) << 23;
 }
