@@ -1,7 +1,7 @@
 /* Detects external writes to weights that have fp32 masters, in the step's own launch.
  *
  * If one sample's checksum of a parameter differs, all of its masters have to be compared with its weights
- * (csrc/torch_ext.h, checksums). So every sample has to be compared before the first element is stepped. Such
+ * (tx_external_write). So every sample has to be compared before the first element is stepped. Such
  * parameters are called suspects.
  *
  * Blocks claim pieces of the samples until there are none left, and then wait until all claimed pieces are done. A

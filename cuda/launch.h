@@ -23,8 +23,9 @@ typedef struct tx_cuda_scope {
   cudaStreamCaptureMode mode; /* the thread's capture mode before */
 } tx_cuda_scope;
 
-/* tx_cuda_enter checks the call, its device, and that no earlier work left an error; then it makes the device current.
- * If it succeeds, tx_cuda_leave has to undo that; it returns `status`. */
+/* tx_cuda_enter checks the call, its device, and that no earlier work left an error; then it makes the device current
+ * and relaxes the thread's capture mode. If it succeeds, the caller has to call tx_cuda_leave, which restores both and
+ * returns `status`. */
 tx_status tx_cuda_enter(const tx_cuda_call *call, tx_cuda_scope *scope, tx_error *error);
 tx_status tx_cuda_leave(const tx_cuda_scope *scope, tx_status status);
 

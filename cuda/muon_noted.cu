@@ -24,7 +24,7 @@ struct entry : tx_muon_entry {
   tx_entry_extras extras;
 };
 
-#define TX_RUNS TX_CHECKSUM /* so that there is room for a checksum's block of matrices of one element each */
+#define TX_RUNS TX_CHECKSUM /* so that a checksum's block of matrices of one element each fits */
 struct common {
   tx_muon_rounding rounding;
   float ema_weight; /* 1 - ema_decay */
@@ -210,8 +210,8 @@ int64_t add_piece(table *t, const tx_muon_update_args *a, const tx_left_behind &
 
 }  // namespace
 
-tx_status tx_muon_step_noted(const tx_cuda_scope *scope, const tx_muon_update_args *a, const tx_cuda_call *call,
-                             tx_error *error) {
+tx_status tx_muon_step_with_extras(const tx_cuda_scope *scope, const tx_muon_update_args *a, const tx_cuda_call *call,
+                                   tx_error *error) {
   static const char name[] = "Muon's update";
   const tx_left_behind left = TX_LEFT_BEHIND_OF(a);
   table t;

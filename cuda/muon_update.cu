@@ -68,7 +68,7 @@ tx_status step(const tx_cuda_scope *scope, const tx_muon_update_args *a, const t
   unsigned long long *const resynced = (unsigned long long *)(a->resynced.numel ? a->resynced.data : NULL);
   const tx_left_behind left = TX_LEFT_BEHIND_OF(a);
   for (int64_t i = 0; i < a->n; i++)
-    if (tx_has_extras(left, i)) return tx_muon_step_noted(scope, a, call, error);
+    if (tx_has_extras(left, i)) return tx_muon_step_with_extras(scope, a, call, error);
   if (a->on_external_write == TX_EXTERNAL_RESYNC)
     TX_FORWARD(tx_external_checksum(scope, lists, TX_CHECKSUM_RESYNC, resynced, 0, call, error));
   return step_all(scope, a, error);

@@ -94,7 +94,8 @@ TX_FN void tx_delta_batch_begin(tx_delta_batch *b) {
   memset(b->bound, 0, sizeof b->bound);
 }
 
-/* n table entries, and zeros up to a whole vector. From such a loop gcc makes single loads. */
+/* Looks up n table entries; the rest of the last vector becomes 0. With a gather instruction: gcc makes single loads of
+ * the plain loop. */
 TX_FN void tx_delta_look_up(const uint32_t *table, const int32_t *entries, int32_t n, uint32_t *found) {
   int32_t k = 0;
 #if defined(__AVX512F__)

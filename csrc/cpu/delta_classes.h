@@ -69,7 +69,7 @@ TX_FN tx_delta_zone tx_delta_zone_of(int64_t edge, int32_t bound, const tx_dtype
   below = below < most ? below : most;
   const int64_t up = significand > 1 ? steps + 3 : steps + 4, down = significand >= steps + 3 ? steps + 3 : below + 3;
   const int near = e < 2 || !tx_delta_is_narrow(2 * below, dtype); /* steps change by more than a factor of two */
-  const int whole = below >= INT64_C(1) << m; /* edges end at infinity, of which half is within the bound then */
+  const int whole = below >= INT64_C(1) << m; /* half of the edge is within the bound, as edges end at infinity */
   const int64_t low = whole ? 0 : edge - (near ? 2 * below + 4 : down), high = edge + (near ? 2 * below + 4 : up);
   return (tx_delta_zone){(uint32_t)(low > 0 ? low : 0), (uint32_t)(high - (low > 0 ? low : 0))};
 }

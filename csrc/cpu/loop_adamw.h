@@ -240,7 +240,7 @@ static void tx_step_padded(const tx_adamw_route *route, const tx_adamw_constants
     if (streams[i]) memcpy(streams[i], padded[i], (size_t)(n * sizes[i]));
 }
 
-/* The checksums of n weights, for those that no instance processes. */
+/* Processes (mode) the checksums of n weights that no instance processes. */
 _Static_assert(TX_TILE % TX_CHECKSUM == 0, "a tile has whole checksums");
 TX_FN void *tx_checksums_at(const tx_adamw_piece *a, int64_t at) {
   return (char *)a->checksums + at / TX_CHECKSUM * (int64_t)sizeof(uint64_t);
@@ -251,8 +251,8 @@ static int64_t tx_checksum_tile(const tx_adamw_piece *a, int64_t at, int64_t n, 
                             (int32_t)mode, 0);
 }
 
-/* Compares the checksums of n weights before they are stepped, for those that no instance processes. Returns how many
- * weights are in blocks that were resynced. */
+/* The same before the weights are stepped: compares, and resyncs if a->resyncs. Returns how many weights are in blocks
+ * that were resynced. */
 static int64_t tx_compare_tile(const tx_adamw_piece *a, int64_t at, int64_t n) {
   if (!a->resyncs && !a->extras) return 0;
   const int64_t written = tx_checksum_tile(a, at, n, a->resyncs ? TX_CHECKSUM_RESYNC : TX_CHECKSUM_CHECK);

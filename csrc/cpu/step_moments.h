@@ -32,8 +32,8 @@ static __attribute__((noinline)) int tx_tile_is_ordinary(const tx_step_tile *til
   return largest <= TX_BF16_LARGEST;
 }
 
-/* By fp32 (1) or not (0): the mask that leaves a number's magnitude in its 16-bit halves; of an fp32 in the upper half
- * only. */
+/* Masks that leave a number's magnitude in its 16-bit halves, for bf16 [0] and for fp32 [1], where only the upper half
+ * counts. */
 #define TX_HALVES (2 * TX_GROUP)
 #define TX_SIZE_(upper_only) upper_only ? 0 : 0x7fff, 0x7fff
 #define TX_SIZE_4_(u) TX_SIZE_(u), TX_SIZE_(u), TX_SIZE_(u), TX_SIZE_(u)

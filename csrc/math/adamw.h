@@ -141,10 +141,10 @@ TX_FN tx_adamw_moments tx_adamw_average(tx_adamw_constants c, float grad, float 
   return tx_adamw_moments_of(c, g, m, v);
 }
 
-/* tx_adamw_average without the clamp, in fewer instructions. For loops that detect the elements that need the clamp,
- * and recompute these. They can detect them beforehand, by tx_adamw_within_of. Or afterwards, if the constants are
- * tx_adamw_is_usual, by a root above TX_ADAMW_ROOT_BITS: every g that needs the clamp has such a root, since v' >= (1 -
- * beta2) * g^2 and 1 - beta2 >= 2^-53, and so has everything that is not finite.
+/* tx_adamw_average without the clamp, in fewer instructions, for loops that detect the elements that need the clamp and
+ * recompute them. A loop can detect them beforehand, by tx_adamw_within_of. If the constants are tx_adamw_is_usual, it
+ * can also detect them afterwards, by a root above TX_ADAMW_ROOT_BITS: every g that needs the clamp has such a root,
+ * since v' >= (1 - beta2) * g^2 and 1 - beta2 >= 2^-53, and so has everything that is not finite.
  *
  * usual: tx_adamw_is_usual of the constants, or 0; a compile-time constant. It changes no bit. If it is 1, p is not
  * read. */

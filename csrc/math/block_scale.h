@@ -5,8 +5,7 @@
  *   - k is the least with amax <= MAX * 2^k. If the largest code after rounding is MAX/2's, k is lowered by one and the
  *     codes are doubled, which is exact. So the largest code is above MAX/2 unless k is at its minimum, and encoding a
  *     decoded block again gives the same bytes, with any rounding.
- *   - min_exponent is such that a code's least normal value is a normal fp32; for formats that store sqrt(v), its
- * square is, too.
+ *   - With min_exponent, a code's least normal value is a normal fp32; so is its square, in formats that store sqrt(v).
  *   - A block with a NaN, an Inf or a value above MAX * 2^max_exponent has scale 255 and codes 0. All of it decodes to
  *     NaN, so that the loss shows. That limit is above 0.43 of the largest fp32 (0.87 of its root in a sqrt format).
  *   - A block of zeros has scale 0 and codes 0. So has a signed block in which no magnitude reaches the least code at
@@ -37,7 +36,7 @@ TX_FN tx_block_format tx_block_e4m3(void) {
   return f;
 }
 /* Muon's momentum in 8 bits, with half of e4m3's error. e2m5 has half of that again for blocks whose elements have
- * similar magnitudes. In other blocks it loses a matrix's small columns, which are as large as any after
+ * similar magnitudes. In other blocks e2m5 loses a matrix's small columns, which are as large as any after
  * orthogonalisation. */
 TX_FN tx_block_format tx_block_e3m4(void) {
   const tx_block_format f = {tx_small_e3m4(), 0x80u, -123, 122};
