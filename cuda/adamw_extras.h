@@ -64,7 +64,7 @@ __device__ __forceinline__ void mark_resynced(const tx_step_table &t) {
 /* Records a round whose weights were `before` and become `now`. written: whether the tile's weights were written
  * externally. */
 __device__ __forceinline__ void note_vector(const tx_step_table &t, const tx_step_entry &e, const extras_state &w,
-                                            const tx_here &here, bool written, const tx_vector_weights &before,
+                                            const tx_lane_elements &here, bool written, const tx_vector_weights &before,
                                             const tx_vector_weights &now, const tx_dtype param, const tx_dtype master) {
   tx_leave_vector(e.extras, here, w.turn, t.common.ema_weight, written, before, now, param, master);
 }
@@ -79,8 +79,8 @@ __device__ __forceinline__ void enter_extras(extras_state &, const tx_step_table
 __device__ __forceinline__ void note_resynced(const tx_step_table &, int32_t) {}
 __device__ __forceinline__ void mark_resynced(const tx_step_table &) {}
 __device__ __forceinline__ void note_vector(const tx_step_table &, const tx_step_entry &, const extras_state &,
-                                            const tx_here &, bool, const tx_vector_weights &, const tx_vector_weights &,
-                                            const tx_dtype, const tx_dtype) {}
+                                            const tx_lane_elements &, bool, const tx_vector_weights &,
+                                            const tx_vector_weights &, const tx_dtype, const tx_dtype) {}
 
 #endif
 

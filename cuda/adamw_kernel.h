@@ -50,7 +50,7 @@ __device__ __forceinline__ int64_t step_tile(const tx_step_table &t, const tx_ti
   const bool renews = master != TX_NONE && e.checksums;
   tx_checksum_sums stored = {}; /* sums over the new weights, with 16-bit remainders */
   for (int32_t i = 0; i < tx_rounds(tile.count); i++) {
-    const tx_here here = round::here_of(e, tile, i);
+    const tx_lane_elements here = round::lane_elements_of(e, tile, i);
     uint32_t words[4];
     prefetch_ahead<WEIGHT, MOMENTS>(t, tile, next, i);
     round::round(t, e, w, here, {written, drops}, words);

@@ -8,7 +8,7 @@
 
 /* Where a lane's elements of a round are: consecutive from `first` on, but with a gap of `gap` elements before the
  * upper half. whole: whether every lane of the warp has TX_VECTOR elements, aligned. */
-struct tx_here {
+struct tx_lane_elements {
   int64_t first;
   int32_t count, gap;
   bool whole;
@@ -60,7 +60,7 @@ static __device__ __forceinline__ void tx_put_half(char *to, const uint32_t *wor
 
 /* dtype and way: mostly compile-time constants. With TX_WAY_HALVES elements have 4 or 2 bytes. */
 static __device__ __forceinline__ void tx_get(tx_raw &raw, const void *data, const tx_dtype dtype, const tx_way way,
-                                              uint32_t alignment, const tx_here &here) {
+                                              uint32_t alignment, const tx_lane_elements &here) {
   const int bytes = tx_bytes_of(dtype);
   if (way == TX_WAY_HALVES) {
     const char *const from = (const char *)data + bytes * here.first;
@@ -73,7 +73,7 @@ static __device__ __forceinline__ void tx_get(tx_raw &raw, const void *data, con
 }
 
 static __device__ __forceinline__ void tx_put(const tx_raw &raw, void *data, const tx_dtype dtype, const tx_way way,
-                                              uint32_t alignment, const tx_here &here) {
+                                              uint32_t alignment, const tx_lane_elements &here) {
   const int bytes = tx_bytes_of(dtype);
   if (way == TX_WAY_HALVES) {
     char *const to = (char *)data + bytes * here.first;
@@ -86,7 +86,7 @@ static __device__ __forceinline__ void tx_put(const tx_raw &raw, void *data, con
 }
 
 /* The index of the block that a lane's elements are in. */
-static __device__ __forceinline__ int64_t tx_block_at(const tx_here &here) {
+static __device__ __forceinline__ int64_t tx_block_at(const tx_lane_elements &here) {
   return (int64_t)((uint64_t)here.first / TX_BLOCK);
 }
 
@@ -102,8 +102,8 @@ static __device__ __forceinline__ void tx_floats_of(float (&x)[TX_VECTOR], const
 }
 
 static __device__ __forceinline__ void tx_round_plain_to(tx_raw &raw, const float (&x)[TX_VECTOR], const tx_dtype dtype,
-                                                         int32_t rounding, const bool quick, const tx_here &here,
-                                                         const tx_noise &noise) {
+                                                         int32_t rounding, const bool quick,
+                                                         const tx_lane_elements &here, const tx_noise &noise) {
   uint32_t u[TX_VECTOR] = {};
   if (dtype == TX_F32 || rounding == TX_NEAREST) {
     if (quick && dtype == TX_BF16) {
@@ -123,7 +123,7 @@ static __device__ __forceinline__ void tx_round_plain_to(tx_raw &raw, const floa
 
 /* Rounds x to what is stored: F32, BF16 or F16. quick: no x is NaN or reaches 2^127 in magnitude. */
 static __device__ __forceinline__ void tx_round_plain(tx_raw &raw, const float (&x)[TX_VECTOR], const tx_dtype dtype,
-                                                      int32_t rounding, const bool quick, const tx_here &here,
+                                                      int32_t rounding, const bool quick, const tx_lane_elements &here,
                                                       const tx_noise &noise) {
   if (dtype == TX_F32) {
     tx_round_plain_to(raw, x, TX_F32, rounding, quick, here, noise);
@@ -139,7 +139,7 @@ static __device__ __forceinline__ void tx_round_plain(tx_raw &raw, const float (
 static __device__ __forceinline__ uint8_t tx_round_scaled(tx_raw &raw, const float (&x)[TX_VECTOR],
                                                           const tx_dtype dtype, const tx_format format,
                                                           int32_t rounding, bool quick, uint32_t amax_bits,
-                                                          const tx_here &here, const tx_noise &noise) {
+                                                          const tx_lane_elements &here, const tx_noise &noise) {
   uint8_t scale;
   uint32_t u[TX_VECTOR];
   tx_thresholds(u, noise, (uint32_t)here.first, (uint32_t)here.gap, rounding);

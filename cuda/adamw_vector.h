@@ -34,15 +34,16 @@ struct round_ops {
   static constexpr tx_way kWay = kHalves ? TX_WAY_HALVES : TX_WAY_WHOLE;
 
   /* Where a lane's elements of round `round` of a tile are. */
-  static __device__ __forceinline__ tx_here here_of(const tx_step_entry &e, const tx_tile &tile, int32_t round) {
+  static __device__ __forceinline__ tx_lane_elements lane_elements_of(const tx_step_entry &e, const tx_tile &tile,
+                                                                      int32_t round) {
     const int32_t lane = (int32_t)(threadIdx.x % TX_WARP);
     const bool whole = kQuick && e.aligned && tile.count - round * TX_ROUND >= TX_ROUND;
     if (kHalves && whole) {
       const int64_t first = tile.begin + round * TX_ROUND + lane * (TX_VECTOR / 2);
-      return tx_here{first, TX_VECTOR, TX_HALVES_GAP, true};
+      return tx_lane_elements{first, TX_VECTOR, TX_HALVES_GAP, true};
     }
     const tx_share share = tx_share_of_tile(tile.count, round, (uint32_t)lane);
-    return tx_here{tile.begin + share.first, share.count, 0, whole};
+    return tx_lane_elements{tile.begin + share.first, share.count, 0, whole};
   }
 
   static __device__ __forceinline__ tx_dtype param_of(const tx_step_entry &e) {
@@ -65,7 +66,7 @@ struct round_ops {
 
   /* Reads weight and master, as far as the step needs them. */
   static __device__ __forceinline__ void read_weight(round_data &r, const tx_step_entry &e, const tx_way way,
-                                                     const tx_here &here) {
+                                                     const tx_lane_elements &here) {
     const tx_dtype master = master_of(e);
     if (master != TX_F32) tx_get(r.param, e.param, param_of(e), way, e.param_alignment, here);
     if (master != TX_NONE) tx_get(r.master, e.master, master, way, e.master_alignment, here);
@@ -78,7 +79,7 @@ struct round_ops {
   }
 
   static __device__ __forceinline__ void read(round_data &r, const tx_step_entry &e, const tx_way way,
-                                              const tx_here &here) {
+                                              const tx_lane_elements &here) {
     const tx_dtype m = moment(e.exp_avg_dtype), v = moment(e.exp_avg_sq_dtype);
     read_weight(r, e, way, here);
     tx_get(r.exp_avg, e.exp_avg, m, way, e.exp_avg_alignment, here);
@@ -93,13 +94,13 @@ struct round_ops {
   }
 
   static __device__ __forceinline__ void write_weight(const round_data &r, const tx_step_entry &e, const tx_way way,
-                                                      const tx_here &here) {
+                                                      const tx_lane_elements &here) {
     tx_put(r.param, e.param, param_of(e), way, e.param_alignment, here);
     if (master_of(e) != TX_NONE) tx_put(r.master, e.master, master_of(e), way, e.master_alignment, here);
   }
 
   static __device__ __forceinline__ void write_moments(const round_data &r, const tx_step_entry &e, const tx_way way,
-                                                       const tx_here &here) {
+                                                       const tx_lane_elements &here) {
     tx_put(r.exp_avg, e.exp_avg, moment(e.exp_avg_dtype), way, e.exp_avg_alignment, here);
     tx_put(r.exp_avg_sq, e.exp_avg_sq, moment(e.exp_avg_sq_dtype), way, e.exp_avg_sq_alignment, here);
   }
@@ -128,7 +129,7 @@ struct round_ops {
 
   /* Rounds a moment to what is stored; nothing for moments with block scales, which are encoded later. */
   static __device__ __forceinline__ void raw_of_moment(tx_raw &raw, const float (&x)[TX_VECTOR], const tx_dtype dtype,
-                                                       int32_t rounding, const bool quick, const tx_here &here,
+                                                       int32_t rounding, const bool quick, const tx_lane_elements &here,
                                                        const tx_noise &noise) {
     if (!scaled(dtype)) tx_round_plain(raw, x, dtype, rounding, quick, here, noise);
   }
@@ -137,7 +138,8 @@ struct round_ops {
    * is right; always true if not quick. */
   static __device__ __forceinline__ bool update(const round_data &r, round_data &to, tx_stepped &x,
                                                 const tx_step_table &t, const tx_step_entry &e, const tensor_state &w,
-                                                const tx_here &here, const float (&g)[TX_VECTOR], const bool quick) {
+                                                const tx_lane_elements &here, const float (&g)[TX_VECTOR],
+                                                const bool quick) {
     const tx_dtype m_dtype = moment(e.exp_avg_dtype), v_dtype = moment(e.exp_avg_sq_dtype);
     const int32_t rounding = t.common.moment_rounding;
     const tx_dtype param = param_of(e), master = master_of(e);
@@ -177,8 +179,8 @@ struct round_ops {
   /* Reads a round and computes its step; arguments and result as update's. drops: whether remainders are read as
    * zeros. */
   static __device__ __forceinline__ bool take(round_data &to, tx_stepped &x, const tx_step_table &t,
-                                              const tx_step_entry &e, const tensor_state &w, const tx_here &here,
-                                              bool drops, const bool quick) {
+                                              const tx_step_entry &e, const tensor_state &w,
+                                              const tx_lane_elements &here, bool drops, const bool quick) {
     round_data r;
     if (here.whole && (quick || kHalves)) {
       read(r, e, kWay, here);
@@ -194,7 +196,7 @@ struct round_ops {
   /* Computes the extra outputs of a round: its new values are in `to` and not written yet, so memory still has the old
    * ones. */
   static __device__ __forceinline__ void note_extras(const tx_step_table &t, const tx_step_entry &e,
-                                                     const tensor_state &w, const tx_here &here,
+                                                     const tensor_state &w, const tx_lane_elements &here,
                                                      const tile_writes &writes, const round_data &to) {
     round_data was;
     tx_read_again(); /* not kept in registers, as in round() */
@@ -210,7 +212,8 @@ struct round_ops {
 
   /* Steps a round. weights: receives the new 16-bit weights, zeros beyond the tensor's end. */
   static __device__ __forceinline__ void round(const tx_step_table &t, const tx_step_entry &e, const tensor_state &w,
-                                               const tx_here &here, const tile_writes &writes, uint32_t (&weights)[4]) {
+                                               const tx_lane_elements &here, const tile_writes &writes,
+                                               uint32_t (&weights)[4]) {
     const tx_dtype m_dtype = moment(e.exp_avg_dtype), v_dtype = moment(e.exp_avg_sq_dtype);
     round_data to;
     tx_stepped x;

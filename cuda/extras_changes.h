@@ -31,7 +31,7 @@ static __device__ __forceinline__ tx_vector_change tx_change_of(const tx_vector_
 
 /* Every lane of the warp has to call it. written: whether the block's weights were written externally, so that it is
  * unknown how far they moved. */
-static __device__ __forceinline__ void tx_note_change(const tx_entry_extras &x, const tx_here &here,
+static __device__ __forceinline__ void tx_note_change(const tx_entry_extras &x, const tx_lane_elements &here,
                                                       const tx_vector_change &change, bool written) {
   const int32_t largest = tx_block_largest(change.largest);
   if (here.count <= 0) return;
@@ -43,7 +43,7 @@ static __device__ __forceinline__ void tx_note_change(const tx_entry_extras &x, 
 }
 
 /* Adds a vector's changes in ulps to its distances, two of which share a byte. */
-static __device__ __forceinline__ void tx_note_distances(uint8_t *distances, const tx_here &here,
+static __device__ __forceinline__ void tx_note_distances(uint8_t *distances, const tx_lane_elements &here,
                                                          const tx_vector_weights &before, const tx_vector_weights &now,
                                                          const tx_dtype param, const tx_dtype master) {
   uint8_t *const pairs = distances + (uint64_t)here.first / 2;

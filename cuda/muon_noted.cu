@@ -76,7 +76,7 @@ __device__ __forceinline__ int64_t step_tile(const table &t, const tx_tile &tile
   const bool written = is_written(e, tile), drops = written && t.common.resyncs;
   for (int32_t round = 0; round < tx_rounds(tile.count); round++) {
     const tx_share share = tx_share_of_tile(tile.count, round, tx_lane_id());
-    const tx_here here = {tile.begin + share.first, share.count, 0, false};
+    const tx_lane_elements here = {tile.begin + share.first, share.count, 0, false};
     tx_muon_stored was = {}, is = {};
     rates_of_runs rates(t, e, here.first);
     tx_muon_read(was, e, here.first, here.count);
