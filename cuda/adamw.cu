@@ -1,4 +1,4 @@
-/* tx_cuda_adamw: which launches a call is. */
+/* tx_cuda_adamw: splits a call into launches. */
 #include "cuda/adamw_entry.h"
 #include "cuda/external_writes_notes.h"
 #include "cuda/last_block.h"
@@ -20,7 +20,7 @@ int moments_of(tx_dtype exp_avg, tx_dtype exp_avg_sq) {
   return exp_avg == TX_F32 ? TX_MOMENTS_F32 : exp_avg == TX_BF16 ? TX_MOMENTS_BF16 : TX_MOMENTS_U8;
 }
 
-/* Parameters without elements have none: any launch may count their steps. */
+/* The instance of parameters without elements, which have no kernel: any launch may increment their step counts. */
 constexpr int kEmpty = -1;
 
 int instance_of(const tx_adamw_args *a, int64_t i) {
@@ -38,13 +38,13 @@ tx_step_gate gate_of(const tx_adamw_args *a) {
   return gate;
 }
 
-/* The launches of one call, one after another. Table: tx_plain_table, or tx_extras_table. */
+/* The launches of one call; `table` is filled for each of them in turn. Table: tx_plain_table or tx_extras_table. */
 template <class Table>
 struct launches {
   const tx_cuda_scope *scope;
   const tx_adamw_args *args;
-  bool samples;  /* some fp32 masters have checksums, which one warp must see all of */
-  bool is_first; /* the next launch counts that the step is skipped, and the steps of empty parameters */
+  bool samples;  /* whether some fp32 masters have checksums; a warp then has to work on all that a checksum covers */
+  bool is_first; /* whether the next launch counts a skipped step, and increments the step counts of empty parameters */
   int instance;
   Table table;
 };
@@ -68,7 +68,7 @@ void begin(launches<Table> *l, int instance) {
   describe(*c, a);
 }
 
-/* The place of a group in the launch's table, from now on; -1: there is no room. */
+/* The group's index in the launch's table, to which it is added if necessary; -1: no room. */
 template <class Table>
 int32_t place_of_group(launches<Table> *l, int64_t group, int64_t *places) {
   tx_plain_common *c = &l->table.common;
@@ -126,7 +126,7 @@ tx_status step_all(const tx_cuda_scope *scope, const tx_adamw_args *a, bool samp
   l.is_first = true;
   for (int64_t i = 0; i < a->n; i++)
     present |= a->params[i].numel ? 1u << instance_of(a, i) : 0u;
-  /* Nobody to step; steps, and whether that is skipped, are counted all the same. */
+  /* No parameter has elements, but step counts and skipped steps are still counted. */
   if (!present && (a->n > 0 || a->skipped.numel > 0)) present = 1u << TX_MOMENTS_F32;
   for (int instance = 0; instance < kInstances; instance++)
     if (present >> instance & 1u) TX_FORWARD(step_some(&l, instance, l.is_first, error));

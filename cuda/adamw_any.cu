@@ -1,4 +1,4 @@
-/* The step on moments of any other pair of dtypes: one kernel, which few need, for all weights. */
+/* The step for all other pairs of moment dtypes: one kernel for all weights, since few models need it. */
 #include "cuda/adamw_kernel.h"
 
 tx_status tx_step_launch_any(const tx_cuda_scope *scope, int, tx_step_table &table, tx_error *error) {

@@ -1,4 +1,4 @@
-/* The step on both moments in bf16. */
+/* The step, both moments in bf16. */
 #include "cuda/adamw_kernel.h"
 
 tx_status tx_step_launch_bf16(const tx_cuda_scope *scope, int weight, tx_step_table &table, tx_error *error) {

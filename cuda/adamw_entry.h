@@ -1,4 +1,4 @@
-/* A parameter of a call as the step's kernels know it. Included by adamw.cu. */
+/* Fills in the table entry of a parameter from the arguments of a call. Included by adamw.cu. */
 #ifndef TX_CUDA_ADAMW_ENTRY_H
 #define TX_CUDA_ADAMW_ENTRY_H
 
@@ -13,7 +13,7 @@ extern "C" {
 
 namespace {
 
-/* NULL for none. */
+/* The data of a tensor; NULL for "none". */
 void *data_of(tx_tensor tensor) {
   return tensor.numel ? tensor.data : NULL;
 }
@@ -23,7 +23,7 @@ int weight_of(const tx_adamw_args *a, int64_t i) {
   return tx_combo_weight((tx_dtype)a->params[i].dtype, master.numel ? (tx_dtype)master.dtype : TX_NONE);
 }
 
-/* An alignment of whole vectors is as good as any. */
+/* Whether vectors of the stream are aligned to their size, or to 16 bytes if that is less. */
 bool has_aligned_vectors(tx_tensor tensor) {
   const int64_t bytes = TX_VECTOR * tx_element_size((tx_dtype)tensor.dtype);
   return tensor.numel == 0 || (int64_t)tx_alignment_of(tensor.data) >= (bytes < 16 ? bytes : 16);
@@ -64,7 +64,7 @@ void describe(tx_extras_entry &e, const tx_adamw_args *a, int64_t i) {
   e.extras = tx_extras_of(left, i, 0);
 }
 
-/* What of a call only some launches know. */
+/* Fills in the common fields that only launches with extra outputs have. */
 void describe(tx_plain_common &, const tx_adamw_args *) {}
 void describe(tx_extras_common &c, const tx_adamw_args *a) {
   c.ema_every = a->ema_every;

@@ -1,6 +1,6 @@
-/* What the step leaves behind beside states, where the launch is one of those that do (adamw_table.h): a warp's round
- * at a time, between what was stepped and its being written, from registers. Elsewhere these functions are empty.
- * Included by adamw_tensor.h. */
+/* The step's extra outputs (changed, moved, distances, emas, healths of tx_adamw_args), in launches that have some
+ * (TX_STEP_EXTRAS, adamw_table.h). They are computed from registers, a round at a time, after the step is computed and
+ * before its results are written. In other launches these functions are empty. Included by adamw_tensor.h. */
 #ifndef TX_CUDA_ADAMW_EXTRAS_H
 #define TX_CUDA_ADAMW_EXTRAS_H
 
@@ -19,38 +19,38 @@ constexpr bool kHasExtras = TX_STEP_EXTRAS != 0;
 
 #if TX_STEP_EXTRAS
 
-/* Kept while the warp's tensor stays the same. */
-struct extras_of_tensor {
+/* Computed once per tensor and warp. */
+struct extras_state {
   tx_ema_turn turn;
 };
 
-/* Suspects of a launch that had masters which became their weights, as bits: nobody knows how far any of their weights
- * went, which is written when no block adds to it any more. */
-__device__ uint32_t taken_over[TX_TICKETS + TX_CAPTURED_TICKETS][kSuspectWords];
+/* Bits of the launch's tensors, set where fp32 masters were resynced. It is unknown how far these tensors' weights
+ * moved. That is written to `moved` by the launch's last block, when no other block adds to `moved` any more. */
+__device__ uint32_t resynced_masters[TX_TICKETS + TX_CAPTURED_TICKETS][kSuspectWords];
 
-/* Every lane of the warp calls these, and those below. */
+/* Every lane of the warp has to call this function and those below. */
 __device__ __forceinline__ void begin_extras() {
   tx_health_begin();
 }
 
-/* tensor: -1 for none. */
+/* tensor: the one that the warp leaves; -1 for none. */
 __device__ __forceinline__ void leave_extras(const tx_step_table &t, int32_t tensor) {
   if (tensor >= 0 && t.entries[tensor].extras.health) tx_health_flush(t.entries[tensor].extras.health);
 }
 
-__device__ __forceinline__ void enter_extras(extras_of_tensor &w, const tx_step_table &t, const tx_step_entry &e,
+__device__ __forceinline__ void enter_extras(extras_state &w, const tx_step_table &t, const tx_step_entry &e,
                                              int64_t step) {
   if (e.extras.ema) w.turn = tx_ema_turn_at(t.common.seed, e.id, step, t.common.ema_every, e.start);
 }
 
-__device__ __forceinline__ void note_taken_over(const tx_step_table &t, int32_t tensor) {
-  if (tx_lane_id() == 0) (void)atomicOr(&taken_over[t.common.ticket][tensor / 32], 1u << (tensor % 32));
+__device__ __forceinline__ void note_resynced(const tx_step_table &t, int32_t tensor) {
+  if (tx_lane_id() == 0) (void)atomicOr(&resynced_masters[t.common.ticket][tensor / 32], 1u << (tensor % 32));
 }
 
-/* By the launch's last block, all of its threads. */
-__device__ __forceinline__ void mark_taken_over(const tx_step_table &t) {
+/* Called by all threads of the launch's last block. */
+__device__ __forceinline__ void mark_resynced(const tx_step_table &t) {
   if (!t.common.looks) return;
-  uint32_t *const bits = taken_over[t.common.ticket];
+  uint32_t *const bits = resynced_masters[t.common.ticket];
   for (int32_t i = 0; i < t.n; i++) {
     const tx_step_entry &e = t.entries[i];
     if (!e.extras.moved || (((const volatile uint32_t *)bits)[i / 32] >> (i % 32) & 1u) == 0u) continue;
@@ -61,26 +61,26 @@ __device__ __forceinline__ void mark_taken_over(const tx_step_table &t) {
   if (threadIdx.x < kSuspectWords) bits[threadIdx.x] = 0u;
 }
 
-/* A round of weights that were `before` and are to be `now`. written: to the tile, by somebody else. */
-__device__ __forceinline__ void note_vector(const tx_step_table &t, const tx_step_entry &e, const extras_of_tensor &w,
-                                            const tx_here &here, bool written, const tx_vector_weights &before,
+/* Records a round whose weights were `before` and become `now`. written: whether the tile's weights were written
+ * externally. */
+__device__ __forceinline__ void note_vector(const tx_step_table &t, const tx_step_entry &e, const extras_state &w,
+                                            const tx_lane_elements &here, bool written, const tx_vector_weights &before,
                                             const tx_vector_weights &now, const tx_dtype param, const tx_dtype master) {
   tx_leave_vector(e.extras, here, w.turn, t.common.ema_weight, written, before, now, param, master);
 }
 
 #else
 
-struct extras_of_tensor {};
+struct extras_state {};
 
 __device__ __forceinline__ void begin_extras() {}
 __device__ __forceinline__ void leave_extras(const tx_step_table &, int32_t) {}
-__device__ __forceinline__ void enter_extras(extras_of_tensor &, const tx_step_table &, const tx_step_entry &,
-                                             int64_t) {}
-__device__ __forceinline__ void note_taken_over(const tx_step_table &, int32_t) {}
-__device__ __forceinline__ void mark_taken_over(const tx_step_table &) {}
-__device__ __forceinline__ void note_vector(const tx_step_table &, const tx_step_entry &, const extras_of_tensor &,
-                                            const tx_here &, bool, const tx_vector_weights &, const tx_vector_weights &,
-                                            const tx_dtype, const tx_dtype) {}
+__device__ __forceinline__ void enter_extras(extras_state &, const tx_step_table &, const tx_step_entry &, int64_t) {}
+__device__ __forceinline__ void note_resynced(const tx_step_table &, int32_t) {}
+__device__ __forceinline__ void mark_resynced(const tx_step_table &) {}
+__device__ __forceinline__ void note_vector(const tx_step_table &, const tx_step_entry &, const extras_state &,
+                                            const tx_lane_elements &, bool, const tx_vector_weights &,
+                                            const tx_vector_weights &, const tx_dtype, const tx_dtype) {}
 
 #endif
 

@@ -1,4 +1,4 @@
-/* The step on both moments in fp32. */
+/* The step, both moments in fp32. */
 #include "cuda/adamw_kernel.h"
 
 tx_status tx_step_launch_f32(const tx_cuda_scope *scope, int weight, tx_step_table &table, tx_error *error) {

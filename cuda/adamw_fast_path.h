@@ -1,6 +1,6 @@
-/* The step of a vector in the fewest instructions: csrc/math's bits for values in the middle of fp32's range, which is
- * where nearly all are. Each function says by its result whether the vector was one of those; what is not goes the
- * ordinary way, from the start, so that what was computed of it may be anything. */
+/* The step of a vector in the fewest instructions. It gives csrc/math's bits for values in the middle of fp32's range,
+ * where nearly all values are. Each function's result says whether that holds for the vector. If not, what it computed
+ * is arbitrary, and the caller recomputes the vector from the start on the ordinary path. */
 #ifndef TX_CUDA_ADAMW_FAST_PATH_H
 #define TX_CUDA_ADAMW_FAST_PATH_H
 
@@ -9,14 +9,15 @@
 #include "cuda/fast_path_math.h"
 #include "cuda/vector_forms.h"
 
-/* -- bf16 with remainders ------------------------------------------------------------------------------------------ */
+/* -- bf16 with remainders ----------------------------------------------------------------------------------------- */
 
-/* Bits 15 and 31 of the result are set where a half of `word` is 0x8000, and perhaps where the upper one is 0x8001. */
+/* Bits 15 and 31 of the result are set where a half of `word` is 0x8000; also, perhaps, where the upper half is
+ * 0x8001. */
 static __device__ __forceinline__ uint32_t tx_half_ways(uint32_t word) {
   return (word - 0x80018001u) & word;
 }
 
-/* The upper halves of two words, and the lower ones. */
+/* The upper halves of two words as one word, and the lower halves. */
 static __device__ __forceinline__ uint32_t tx_upper_halves(uint32_t low, uint32_t high) {
   return low >> 16 | (high & 0xffff0000u);
 }
@@ -24,8 +25,8 @@ static __device__ __forceinline__ uint32_t tx_lower_halves(uint32_t low, uint32_
   return (low & 0xffffu) | high << 16;
 }
 
-/* tx_remainder_join of a vector: a sum, but for remainders of -32768, for which the result has bit 15 or 31, and for
- * negative ones beside weights of 0, which become NaN. */
+/* tx_remainder_join of a vector, by additions. They are wrong for remainders of -32768, which set bit 15 or 31 of the
+ * result, and for negative remainders of zero weights, which give NaN. */
 static __device__ __forceinline__ uint32_t tx_quick_join(float (&p)[TX_VECTOR], const tx_raw &weights,
                                                          const tx_raw &remainders) {
   uint32_t odd = 0;
@@ -39,8 +40,8 @@ static __device__ __forceinline__ uint32_t tx_quick_join(float (&p)[TX_VECTOR], 
   return odd;
 }
 
-/* tx_remainder_split of a vector without NaN: to nearest, but for lower halves of 0x8000, for which the result has bit
- * 15 or 31. */
+/* tx_remainder_split of a vector without NaN, by rounding to nearest. It is wrong for lower halves of 0x8000, which set
+ * bit 15 or 31 of the result. */
 static __device__ __forceinline__ uint32_t tx_quick_split(tx_raw &weights, tx_raw &remainders,
                                                           const float (&p)[TX_VECTOR]) {
   uint32_t odd = 0;
@@ -53,7 +54,7 @@ static __device__ __forceinline__ uint32_t tx_quick_split(tx_raw &weights, tx_ra
   return odd;
 }
 
-/* The same of any vector. */
+/* tx_remainder_join and tx_remainder_split of any vector. */
 static __device__ __forceinline__ void tx_join(float (&p)[TX_VECTOR], const tx_raw &weights, const tx_raw &remainders) {
 #pragma unroll
   for (int i = 0; i < TX_VECTOR; i++) {
@@ -74,9 +75,9 @@ static __device__ __forceinline__ bool tx_is_half_way(uint32_t odd) {
   return (odd & 0x80008000u) != 0u;
 }
 
-/* -- plain --------------------------------------------------------------------------------------------------------- */
+/* -- plain -------------------------------------------------------------------------------------------------------- */
 
-/* x, all below 2^127 and none NaN, as bf16, rounded by thresholds u. */
+/* Rounds x to bf16 by thresholds u. All |x| are below 2^127 and none is NaN. */
 static __device__ __forceinline__ void tx_quick_bf16_round(tx_raw &raw, const float (&x)[TX_VECTOR],
                                                            const uint32_t (&u)[TX_VECTOR]) {
 #pragma unroll
@@ -91,10 +92,11 @@ static __device__ __forceinline__ void tx_quick_bf16_nearest(tx_raw &raw, const 
     raw[i] = tx_quick_bf16_pair(x[2 * i], x[2 * i + 1]);
 }
 
-/* -- 8 bits with block scales -------------------------------------------------------------------------------------- */
+/* -- 8 bits with block scales ------------------------------------------------------------------------------------- */
 
-/* tx_block_values of bytes whose scale is at most 2^7: a code where an fp32 has its exponent and mantissa is its value,
- * subnormals included, but for a power of two. Returns whether the scale is. */
+/* tx_block_values of bytes whose scale is at most 2^7, by one multiplication: a code shifted to where an fp32 has
+ * exponent and mantissa is its value times a constant power of two, for subnormals, too. Returns whether the scale is
+ * at most 2^7. */
 static __device__ __forceinline__ bool tx_quick_values(float (&x)[TX_VECTOR], const tx_raw &raw, uint8_t byte,
                                                        const tx_format format) {
   const tx_block_format f = tx_block_format_of(TX_U8, format);
@@ -114,7 +116,7 @@ static __device__ __forceinline__ bool tx_quick_values(float (&x)[TX_VECTOR], co
   return (int32_t)byte <= 127 + 7;
 }
 
-/* The bytes at bits `from` of four words, the first one's lowest. */
+/* Joins one byte of each of four words, the one from bit `from` on; the first word's byte is the lowest. */
 static __device__ __forceinline__ uint32_t tx_join_bytes(const uint32_t (&words)[4], const int from) {
   const int up = 24 - from;
   const uint32_t low = (words[0] << up) >> 24 | (words[1] << up & 0xff000000u) >> 16;
@@ -122,10 +124,10 @@ static __device__ __forceinline__ uint32_t tx_join_bytes(const uint32_t (&words)
   return low | high;
 }
 
-/* tx_encode_block of bytes, by thresholds, of vectors without NaN; amax_bits: of the vector. In a sqrt format all are
- * above 0. Of codes only what is below an exponent's multiple of 16 counts, so that they are rebased four at a time.
- * Returns whether raw and *scale are right: blocks that may have to be doubled are not coded, nor where `quick` is
- * false. Every lane of the warp calls it, and all are told the same. */
+/* tx_encode_block of bytes by thresholds, for vectors without NaN; in a sqrt format all values are above 0. amax_bits:
+ * the pattern of the vector's amax. Exponents of codes matter modulo 16 only, so four codes are rebased at a time.
+ * Returns whether raw and *scale are right; they are not if `quick` is false, or if a block may have to be doubled.
+ * Every lane of the warp has to call it, and all get the same result. */
 static __device__ __forceinline__ bool tx_quick_encode(tx_raw &raw, uint8_t *scale, const float (&x)[TX_VECTOR],
                                                        uint32_t amax_bits, const uint32_t (&u)[TX_VECTOR], bool quick,
                                                        const tx_format format) {
@@ -162,23 +164,23 @@ static __device__ __forceinline__ bool tx_quick_encode(tx_raw &raw, uint8_t *sca
   return true;
 }
 
-/* -- the formula --------------------------------------------------------------------------------------------------- */
+/* -- the formula -------------------------------------------------------------------------------------------------- */
 
-/* What the constants must be for tx_quick_update: the usual ones, b of its quotients in [2^-50, 2^62], and a weight of
- * g^2 by which the root of a gradient that would have to be limited is above 2^40. */
+/* Whether the constants allow tx_quick_update: they are usual; the divisors b of its quotients are in [2^-50, 2^62];
+ * and the weight of g^2 is so large that every gradient that needs the clamp has a root above 2^40. */
 static __device__ __forceinline__ bool tx_quick_constants(const tx_adamw_constants &c) {
   return tx_adamw_is_usual(&c) && c.rsqrt_bc2 >= 1.0f && c.rsqrt_bc2 <= 1048576.0f && c.eps >= 0.0f && c.eps <= 1.0f &&
          c.exp_avg_sq.weight >= tx_f32_from_bits(TX_POWER_BITS(-44));
 }
 
-/* What a vector's values became. */
+/* A vector's values: before and after the step. */
 struct tx_stepped {
   float p[TX_VECTOR], m[TX_VECTOR], v[TX_VECTOR], root[TX_VECTOR];
-  uint32_t m_amax, root_amax; /* patterns of the largest; known where tx_quick_update was right */
+  uint32_t m_amax, root_amax; /* patterns of the largest magnitudes; set if tx_quick_update succeeded */
 };
 
-/* tx_adamw_average and tx_adamw_update of a vector. Returns whether it is right; if so no result is NaN or reaches
- * 2^127, and all roots are above 0. p, m, v: on entry the old ones. */
+/* tx_adamw_average and tx_adamw_update of a vector. p, m, v: the old values on entry. Returns whether the result is
+ * right; then no result is NaN or reaches 2^127, and all roots are above 0. */
 static __device__ __forceinline__ bool tx_quick_update(tx_stepped &x, const float (&g)[TX_VECTOR],
                                                        const tx_adamw_constants &c) {
   uint32_t roots[TX_VECTOR], twice[TX_VECTOR];
@@ -186,14 +188,14 @@ static __device__ __forceinline__ bool tx_quick_update(tx_stepped &x, const floa
 #pragma unroll
   for (int i = 0; i < TX_VECTOR; i++) {
     const tx_adamw_moments moments =
-        tx_adamw_average_within(c, 1, g[i], 0.0f, x.m[i], x.v[i]); /* root is not looked at */
+        tx_adamw_average_within(c, 1, g[i], 0.0f, x.m[i], x.v[i]); /* moments.root is not used */
     x.m[i] = moments.m;
     x.v[i] = moments.v;
     x.root[i] = tx_quick_root(x.v[i]);
     x.p[i] = tx_adamw_moved(c, x.p[i], tx_quick_quotient(x.m[i], x.root[i] * c.rsqrt_bc2 + c.eps));
     roots[i] = tx_bits_from_f32(x.root[i]);
-    twice[i] = 2u * tx_bits_from_f32(x.m[i]) - 1u; /* of zeros it is large */
-    m_amax = fmaxf(m_amax, fabsf(x.m[i]));         /* passes over NaN, which p shows */
+    twice[i] = 2u * tx_bits_from_f32(x.m[i]) - 1u; /* large for zeros */
+    m_amax = fmaxf(m_amax, fabsf(x.m[i]));         /* ignores NaN, which p_sum then detects */
     p_sum += fabsf(x.p[i]);
   }
   x.m_amax = tx_bits_from_f32(m_amax);
@@ -203,7 +205,7 @@ static __device__ __forceinline__ bool tx_quick_update(tx_stepped &x, const floa
          p_sum < tx_f32_from_bits(TX_POWER_BITS(127));
 }
 
-/* The same of any vector and constants. */
+/* The same for any vector and constants. */
 static __device__ __forceinline__ void tx_update(tx_stepped &x, const float (&g)[TX_VECTOR],
                                                  const tx_adamw_constants &c) {
 #pragma unroll

@@ -1,4 +1,5 @@
-/* Whether a step is taken at all, decided on the device, alike by every thread of every kernel of a call. */
+/* Whether a step is computed or skipped, decided on the device. Every thread of every kernel of a call decides the
+ * same. */
 #ifndef TX_CUDA_ADAMW_FOUND_INF_H
 #define TX_CUDA_ADAMW_FOUND_INF_H
 

@@ -1,6 +1,6 @@
-/* The kernel of the step. A warp takes a tile, a round of TX_ROUND elements at a time, and shares nothing with other
- * warps, so that there is no barrier but the one at the end, when the last block to finish counts the steps. Included
- * by the files that instantiate it. */
+/* The kernel of the step. A warp works on a tile, a round of TX_ROUND elements at a time, and shares nothing with other
+ * warps. So there is only one barrier, at the end, where the last block to finish increments the step counts. Included
+ * by the files that instantiate the kernel. */
 #ifndef TX_CUDA_ADAMW_KERNEL_H
 #define TX_CUDA_ADAMW_KERNEL_H
 
@@ -12,7 +12,7 @@
 
 namespace {
 
-/* A suspect's fp32 masters in the tile; returns how many became their weights. */
+/* Resyncs the fp32 masters of a suspect tensor's tile; returns how many of them changed. */
 __device__ __forceinline__ int64_t resync_tile(const tx_step_entry &e, const tx_dtype param, const tx_tile &tile) {
   const tx_masters masters = {e.param, e.master, param, e.param_alignment, e.master_alignment};
   int32_t changed = 0;
@@ -25,12 +25,12 @@ __device__ __forceinline__ int64_t resync_tile(const tx_step_entry &e, const tx_
   return changed;
 }
 
-/* Returns how many masters became their weights, or are in a block of remainders that was dropped. next: the warp's
- * next tile. */
+/* Steps a tile. Returns how many masters were resynced: fp32 masters that became their weights, or the elements of a
+ * block whose remainders were dropped. next: the warp's next tile, to be prefetched. */
 template <int WEIGHT, int MOMENTS>
 __device__ __forceinline__ int64_t step_tile(const tx_step_table &t, const tx_tile &tile, const tx_tile &next,
-                                             const of_tensor &w) {
-  typedef round_of<WEIGHT, MOMENTS> round;
+                                             const tensor_state &w) {
+  typedef round_ops<WEIGHT, MOMENTS> round;
   const tx_step_entry &e = t.entries[tile.tensor];
   const tx_dtype master = round::master_of(e);
   const uint32_t lane = tx_lane_id();
@@ -45,14 +45,14 @@ __device__ __forceinline__ int64_t step_tile(const tx_step_table &t, const tx_ti
   }
   if (master == TX_F32 && w.suspect) {
     resynced = resync_tile(e, round::param_of(e), tile);
-    if (resynced != 0) note_taken_over(t, tile.tensor);
+    if (resynced != 0) note_resynced(t, tile.tensor);
   }
   const bool renews = master != TX_NONE && e.checksums;
-  tx_checksum_sums stored = {}; /* of the weights beside remainders */
+  tx_checksum_sums stored = {}; /* sums over the new weights, with 16-bit remainders */
   for (int32_t i = 0; i < tx_rounds(tile.count); i++) {
-    const tx_here here = round::here_of(e, tile, i);
+    const tx_lane_elements here = round::lane_elements_of(e, tile, i);
     uint32_t words[4];
-    ask_ahead<WEIGHT, MOMENTS>(t, tile, next, i);
+    prefetch_ahead<WEIGHT, MOMENTS>(t, tile, next, i);
     round::round(t, e, w, here, {written, drops}, words);
     if (master == TX_I16 && renews)
       tx_checksum_take(stored, words, tx_checksum_left(tile.count, (int32_t)(here.first - tile.begin)));
@@ -72,16 +72,16 @@ __device__ __forceinline__ int64_t step_tile(const tx_step_table &t, const tx_ti
   return resynced;
 }
 
-/* Once every block has read the steps, the last one adds to them. */
+/* Adds 1 to the step counts. The launch's last block does so, since every other block has read them by then. */
 __device__ __forceinline__ void count_steps(const tx_step_table &t) {
   if (!tx_is_last_block(t.common.ticket)) return;
-  mark_taken_over(t);
-  forget_suspects(t);
+  mark_resynced(t);
+  clear_suspects(t);
   for (int32_t i = (int32_t)threadIdx.x; i < t.n; i += (int32_t)blockDim.x)
     tx_write_value(t.entries[i].step, tx_read_value<float>(t.entries[i].step) + 1.0f);
 }
 
-/* Without elements where there is no tile of that number. */
+/* Tile `number`; one without elements if there is none of that number. */
 __device__ __forceinline__ tx_tile tile_or_none(const tx_step_table &t, int64_t number, int64_t tiles) {
   return number < tiles ? tx_table_tile(t, number) : tx_tile{0, 0, 0};
 }
@@ -94,16 +94,16 @@ __global__ void __launch_bounds__(TX_BLOCK_THREADS, 2) step(const __grid_constan
     return;
   }
   const bool looks = (WEIGHT == TX_WEIGHT_ANY || tx_master_of_weight(WEIGHT) == TX_F32) && t.common.looks;
-  if (looks) look_at_samples(t);
-  of_tensor w = {};
+  if (looks) compare_samples(t);
+  tensor_state w = {};
   w.tensor = -1;
   begin_extras();
   int64_t resynced = 0;
   const int64_t tiles = tx_table_tiles(t);
   tx_tile next = tile_or_none(t, tx_first_tile(), tiles);
   for (int64_t number = tx_first_tile(); number < tiles; number += tx_tile_step()) {
-    const tx_tile tile = kAsksAhead ? next : tx_table_tile(t, number);
-    if (kAsksAhead) next = tile_or_none(t, number + tx_tile_step(), tiles);
+    const tx_tile tile = kPrefetches ? next : tx_table_tile(t, number);
+    if (kPrefetches) next = tile_or_none(t, number + tx_tile_step(), tiles);
     enter_tensor(w, t, tile.tensor, admitted, looks);
     resynced += step_tile<WEIGHT, MOMENTS>(t, tile, next, w);
   }
@@ -112,14 +112,14 @@ __global__ void __launch_bounds__(TX_BLOCK_THREADS, 2) step(const __grid_constan
   count_steps(t);
 }
 
-/* tx_step_launch by one kernel. */
+/* A tx_step_launch with a given kernel. */
 tx_status launch_step(const tx_cuda_scope *scope, void (*kernel)(tx_step_table), tx_step_table &table,
                       tx_error *error) {
   table.common.ticket = tx_take_ticket(scope);
   return tx_cuda_launch_always(scope, kernel, table, "the step", error);
 }
 
-/* NULL where a row of weights has no kernel of its own beside these moments. */
+/* The kernel of a row of weights and a pair of moments; NULL if they have none of their own. */
 template <int WEIGHT, int MOMENTS>
 constexpr auto kernel_of() -> void (*)(tx_step_table) {
   if constexpr (tx_step_has_kernel(WEIGHT, MOMENTS)) {
@@ -129,7 +129,7 @@ constexpr auto kernel_of() -> void (*)(tx_step_table) {
   }
 }
 
-/* tx_step_launch for one kind of moments: by the row's own kernel, or by the one for all. */
+/* A tx_step_launch for one pair of moments: with the row's own kernel, or else with the general one. */
 template <int MOMENTS>
 tx_status launch_step_of(const tx_cuda_scope *scope, int weight, tx_step_table &table, tx_error *error) {
   static void (*const kernels[TX_WEIGHTS])(tx_step_table) = {

@@ -1,29 +1,29 @@
-/* The step's streams between memory and registers, as they are stored: all of a round's asked for before any is looked
- * at; and values rounded into what is stored. */
+/* Reads and writes the step's streams. All streams of a round are read before any of them is used. Also rounds values
+ * to what is stored. */
 #ifndef TX_CUDA_ADAMW_STREAMS_H
 #define TX_CUDA_ADAMW_STREAMS_H
 
 #include "cuda/adamw_fast_path.h"
 #include "cuda/vector_forms.h"
 
-/* Where a lane's elements of a round are: one behind the other from `first` on, but for the upper half of them, which
- * lies `gap` elements further. whole: all of the warp's lanes have TX_VECTOR of them, aligned. */
-struct tx_here {
+/* Where a lane's elements of a round are: consecutive from `first` on, but with a gap of `gap` elements before the
+ * upper half. whole: whether every lane of the warp has TX_VECTOR elements, aligned. */
+struct tx_lane_elements {
   int64_t first;
   int32_t count, gap;
   bool whole;
 };
 
-/* How a round lies in memory.
+/* How the elements of a round are distributed over the lanes.
  *
- * Eight fp32 of one lane are two accesses of 16 bytes, each of which would fill one half of every sector of 32 that the
- * warp writes, and the other half later. Where the warp's lanes have four elements each of its first half and four each
- * of its second, every access is of whole sectors; streams of 16 bits then move in 8 bytes a lane, whole sectors, too.
- */
+ * The problem: eight consecutive fp32 of a lane are two accesses of 16 bytes. With the first one, the warp writes half
+ * of each 32-byte sector, with the second one the other half. So with TX_WAY_HALVES a lane has four elements of the
+ * round's first half and four of its second half: every access of the warp covers whole sectors. 16-bit streams are
+ * then accessed 8 bytes per lane, which covers whole sectors, too. */
 enum tx_way {
-  TX_WAY_ANY,   /* any count at any address */
-  TX_WAY_WHOLE, /* TX_VECTOR to a lane, aligned, and no gap */
-  TX_WAY_HALVES /* TX_VECTOR to a lane, aligned, halves of them TX_HALVES_GAP apart */
+  TX_WAY_ANY,   /* any count, any address */
+  TX_WAY_WHOLE, /* TX_VECTOR consecutive elements per lane, aligned */
+  TX_WAY_HALVES /* TX_VECTOR per lane, aligned, with TX_HALVES_GAP elements between the two halves */
 };
 #define TX_HALVES_GAP (TX_ROUND / 2 - TX_VECTOR / 2)
 
@@ -31,12 +31,12 @@ static __device__ __forceinline__ constexpr int tx_bytes_of(const tx_dtype dtype
   return dtype == TX_F32 ? 4 : dtype == TX_U8 ? 1 : 2;
 }
 
-/* What was read from memory before is not kept for reading it after. */
+/* Forces later reads to load from memory again; values read before are not kept in registers for them. */
 static __device__ __forceinline__ void tx_read_again() {
   asm volatile("" ::: "memory");
 }
 
-/* Half a vector of elements of `bytes` bytes, 4 or 2. */
+/* Reads or writes half a vector of elements of `bytes` bytes, 4 or 2. */
 static __device__ __forceinline__ void tx_get_half(uint32_t *words, const char *from, const int bytes) {
   if (bytes == 4) {
     const uint4 wide = *(const uint4 *)from;
@@ -58,9 +58,9 @@ static __device__ __forceinline__ void tx_put_half(char *to, const uint32_t *wor
   }
 }
 
-/* dtype and way: mostly known when the kernel is compiled. Halves are of 4 or 2 bytes an element. */
+/* dtype and way: mostly compile-time constants. With TX_WAY_HALVES elements have 4 or 2 bytes. */
 static __device__ __forceinline__ void tx_get(tx_raw &raw, const void *data, const tx_dtype dtype, const tx_way way,
-                                              uint32_t alignment, const tx_here &here) {
+                                              uint32_t alignment, const tx_lane_elements &here) {
   const int bytes = tx_bytes_of(dtype);
   if (way == TX_WAY_HALVES) {
     const char *const from = (const char *)data + bytes * here.first;
@@ -73,7 +73,7 @@ static __device__ __forceinline__ void tx_get(tx_raw &raw, const void *data, con
 }
 
 static __device__ __forceinline__ void tx_put(const tx_raw &raw, void *data, const tx_dtype dtype, const tx_way way,
-                                              uint32_t alignment, const tx_here &here) {
+                                              uint32_t alignment, const tx_lane_elements &here) {
   const int bytes = tx_bytes_of(dtype);
   if (way == TX_WAY_HALVES) {
     char *const to = (char *)data + bytes * here.first;
@@ -85,12 +85,12 @@ static __device__ __forceinline__ void tx_put(const tx_raw &raw, void *data, con
   }
 }
 
-/* The block that a lane's elements are in. */
-static __device__ __forceinline__ int64_t tx_block_at(const tx_here &here) {
+/* The index of the block that a lane's elements are in. */
+static __device__ __forceinline__ int64_t tx_block_at(const tx_lane_elements &here) {
   return (int64_t)((uint64_t)here.first / TX_BLOCK);
 }
 
-/* tx_plain_floats of a dtype that is not known when the kernel is compiled. */
+/* tx_plain_floats for a dtype that is known at run time only. */
 static __device__ __forceinline__ void tx_floats_of(float (&x)[TX_VECTOR], const tx_raw &raw, const tx_dtype dtype) {
   if (dtype == TX_F32) {
     tx_plain_floats(x, raw, TX_F32);
@@ -102,8 +102,8 @@ static __device__ __forceinline__ void tx_floats_of(float (&x)[TX_VECTOR], const
 }
 
 static __device__ __forceinline__ void tx_round_plain_to(tx_raw &raw, const float (&x)[TX_VECTOR], const tx_dtype dtype,
-                                                         int32_t rounding, const bool quick, const tx_here &here,
-                                                         const tx_noise &noise) {
+                                                         int32_t rounding, const bool quick,
+                                                         const tx_lane_elements &here, const tx_noise &noise) {
   uint32_t u[TX_VECTOR] = {};
   if (dtype == TX_F32 || rounding == TX_NEAREST) {
     if (quick && dtype == TX_BF16) {
@@ -121,9 +121,9 @@ static __device__ __forceinline__ void tx_round_plain_to(tx_raw &raw, const floa
   }
 }
 
-/* x as it is stored, F32, BF16 or F16. quick: nothing is NaN or reaches 2^127. */
+/* Rounds x to what is stored: F32, BF16 or F16. quick: no x is NaN or reaches 2^127 in magnitude. */
 static __device__ __forceinline__ void tx_round_plain(tx_raw &raw, const float (&x)[TX_VECTOR], const tx_dtype dtype,
-                                                      int32_t rounding, const bool quick, const tx_here &here,
+                                                      int32_t rounding, const bool quick, const tx_lane_elements &here,
                                                       const tx_noise &noise) {
   if (dtype == TX_F32) {
     tx_round_plain_to(raw, x, TX_F32, rounding, quick, here, noise);
@@ -134,12 +134,12 @@ static __device__ __forceinline__ void tx_round_plain(tx_raw &raw, const float (
   }
 }
 
-/* x in a block with a scale, U8 or F16; returns the scale byte. quick, amax_bits: as tx_quick_encode's. Every lane of
- * the warp calls it. */
+/* Encodes x into blocks with scales, U8 or F16; returns the scale byte. quick, amax_bits: see tx_quick_encode. Every
+ * lane of the warp has to call it. */
 static __device__ __forceinline__ uint8_t tx_round_scaled(tx_raw &raw, const float (&x)[TX_VECTOR],
                                                           const tx_dtype dtype, const tx_format format,
                                                           int32_t rounding, bool quick, uint32_t amax_bits,
-                                                          const tx_here &here, const tx_noise &noise) {
+                                                          const tx_lane_elements &here, const tx_noise &noise) {
   uint8_t scale;
   uint32_t u[TX_VECTOR];
   tx_thresholds(u, noise, (uint32_t)here.first, (uint32_t)here.gap, rounding);

@@ -1,11 +1,13 @@
-/* Whether somebody else wrote to weights beside fp32 masters, found out by the step's own launch before it steps: of a
- * parameter of which one sample is another all masters are looked at (csrc/torch_ext.h, checksums), so that every
- * sample is compared before the first element is stepped.
+/* Detects external writes to weights that have fp32 masters, in the step's own launch.
  *
- * Blocks take pieces of the samples one after another until there are none, and then wait until all that were taken are
- * done. Whoever took one is running and waits for nobody on its way, so the wait ends also where not all blocks of the
- * launch run at a time. Suspects are bits beside the launch's ticket (last_block.h), whose last block clears them.
- * Included by adamw_tensor.h. */
+ * If one sample's checksum of a parameter differs, all of its masters have to be compared with its weights
+ * (tx_external_write). So every sample has to be compared before the first element is stepped. Such
+ * parameters are called suspects.
+ *
+ * Blocks claim pieces of the samples until there are none left, and then wait until all claimed pieces are done. A
+ * block that claimed a piece is running and waits for no other block until the piece is done. So the wait ends even if
+ * not all blocks of the launch are resident at a time. Suspects are bits, stored by the launch's ticket (last_block.h);
+ * the launch's last block clears them. Included by adamw_tensor.h. */
 #ifndef TX_CUDA_ADAMW_SUSPECTS_H
 #define TX_CUDA_ADAMW_SUSPECTS_H
 
@@ -18,30 +20,30 @@ namespace {
 constexpr int kSuspectWords = (tx_step_table::kCapacity + 31) / 32;
 
 struct look {
-  uint32_t taken, done; /* pieces */
+  uint32_t taken, done; /* numbers of pieces */
   uint32_t suspects[kSuspectWords];
 };
 __device__ look looks[TX_TICKETS + TX_CAPTURED_TICKETS];
 
-/* In a launch that has looked. */
+/* Valid after compare_samples. */
 __device__ __forceinline__ bool is_suspect(const tx_step_table &t, int32_t tensor) {
   const volatile uint32_t *const words = looks[t.common.ticket].suspects;
   return (words[tensor / 32] >> (tensor % 32) & 1u) != 0u;
 }
 
-/* Samples that a warp compares at a time: eight lanes have the two runs of one. */
+/* How many samples a warp compares at a time: eight lanes hold the two runs of a sample. */
 constexpr int32_t kSampleLanes = TX_SAMPLE_RUNS * 4;
-constexpr int32_t kAtATime = TX_WARP / kSampleLanes;
+constexpr int32_t kSamplesPerWarp = TX_WARP / kSampleLanes;
 
-/* A tile whose tensor has its checksum of all weights: by the whole warp. */
-__device__ __forceinline__ bool all_differ(const tx_step_table &t, int64_t number, uint32_t lane) {
+/* Whether the checksum of a small tensor, which covers all its weights, differs. Computed by the whole warp. */
+__device__ __forceinline__ bool full_checksum_differs(const tx_step_table &t, int64_t number, uint32_t lane) {
   const tx_tile tile = tx_table_tile(t, number);
   const tx_step_entry &e = t.entries[tile.tensor];
   const char *const weights = (const char *)e.param + 2 * tile.begin;
   return tx_checksum_differs(e.checksums, tx_checksum_of(weights, e.param_alignment, tile.count, lane));
 }
 
-/* Tiles number, ... number + kAtATime - 1, as far as they are below `end`. */
+/* Compares tiles `number` to number + kSamplesPerWarp - 1, as far as they are below `end`. */
 __device__ __forceinline__ void compare(const tx_step_table &t, int64_t number, int64_t end) {
   const uint32_t lane = tx_lane_id();
   const int64_t mine = number + (int32_t)lane / kSampleLanes;
@@ -53,22 +55,22 @@ __device__ __forceinline__ void compare(const tx_step_table &t, int64_t number, 
   bool differs =
       there && !whole && tx_checksum_differs((const char *)e.checksums + tile.begin / TX_SAMPLED * 8, checksum);
   const uint32_t wholes = __ballot_sync(0xffffffffu, there && whole);
-  for (int32_t i = 0; wholes != 0u && i < kAtATime; i++) {
+  for (int32_t i = 0; wholes != 0u && i < kSamplesPerWarp; i++) {
     if ((wholes >> (i * kSampleLanes) & 1u) == 0u) continue;
-    const bool other = all_differ(t, number + i, lane);
+    const bool other = full_checksum_differs(t, number + i, lane);
     differs = (int32_t)lane / kSampleLanes == i ? other : differs;
   }
   if (differs && lane % kSampleLanes == 0)
     (void)atomicOr(&looks[t.common.ticket].suspects[tile.tensor / 32], 1u << (tile.tensor % 32));
 }
 
-/* Every block's threads call it, before anything is stepped. */
-__device__ __forceinline__ void look_at_samples(const tx_step_table &t) {
+/* Compares all samples. Every thread of every block has to call it, before anything is stepped. */
+__device__ __forceinline__ void compare_samples(const tx_step_table &t) {
   __shared__ uint32_t taken;
   look *const l = &looks[t.common.ticket];
   const int64_t tiles = tx_table_tiles(t);
-  /* About two pieces for each block, of whole rounds of its warps. */
-  const int64_t round = TX_BLOCK_WARPS * kAtATime, wanted = tiles / (2 * (int64_t)gridDim.x);
+  /* About two pieces per block, each a multiple of what the block's warps compare at a time. */
+  const int64_t round = TX_BLOCK_WARPS * kSamplesPerWarp, wanted = tiles / (2 * (int64_t)gridDim.x);
   const int64_t piece = (wanted + round - 1) / round * round > round ? (wanted + round - 1) / round * round : round;
   const uint32_t pieces = (uint32_t)((tiles + piece - 1) / piece);
   for (;;) {
@@ -77,7 +79,7 @@ __device__ __forceinline__ void look_at_samples(const tx_step_table &t) {
     const uint32_t mine = taken;
     if (mine >= pieces) break;
     const int64_t begin = (int64_t)mine * piece, end = begin + piece < tiles ? begin + piece : tiles;
-    for (int64_t i = begin + (int64_t)(threadIdx.x / TX_WARP) * kAtATime; i < end; i += round)
+    for (int64_t i = begin + (int64_t)(threadIdx.x / TX_WARP) * kSamplesPerWarp; i < end; i += round)
       compare(t, i, end);
     __threadfence();
     __syncthreads();
@@ -91,8 +93,8 @@ __device__ __forceinline__ void look_at_samples(const tx_step_table &t) {
   __syncthreads();
 }
 
-/* By the last block of the launch, when all others are done. */
-__device__ __forceinline__ void forget_suspects(const tx_step_table &t) {
+/* Called by the launch's last block, when all others are done. */
+__device__ __forceinline__ void clear_suspects(const tx_step_table &t) {
   if (t.common.looks && threadIdx.x == 0) looks[t.common.ticket] = look{};
 }
 

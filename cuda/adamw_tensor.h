@@ -1,4 +1,4 @@
-/* What a warp knows of the tensor that it is in. Included by adamw_kernel.h. */
+/* What a warp keeps in registers about the tensor that it works on. Included by adamw_kernel.h. */
 #ifndef TX_CUDA_ADAMW_TENSOR_H
 #define TX_CUDA_ADAMW_TENSOR_H
 
@@ -12,25 +12,25 @@
 
 namespace {
 
-/* Kept while the tensor stays the same. */
-struct of_tensor {
+/* Computed when the warp enters a tensor. */
+struct tensor_state {
   int32_t tensor;
-  int32_t alike; /* group and what else constants hang on, but for the step */
-  float before;  /* steps that were taken */
+  int32_t alike; /* group and v's dtype: everything but the step that the constants depend on */
+  float before;  /* completed steps */
   tx_adamw_constants constants;
   bool quick;   /* tx_quick_constants */
-  bool suspect; /* its masters may not round to its weights any more */
+  bool suspect; /* whether its masters may no longer round to its weights */
   tx_noise exp_avg, exp_avg_sq, param;
-  extras_of_tensor extras;
+  extras_state extras;
 };
 
-__device__ __forceinline__ tx_noise noise_of(const tx_step_table &t, const tx_step_entry &e, const of_tensor &w,
+__device__ __forceinline__ tx_noise noise_of(const tx_step_table &t, const tx_step_entry &e, const tensor_state &w,
                                              tx_lane lane) {
   return tx_noise_at(t.common.seed, e.id, lane, (int64_t)w.before + 1, e.start);
 }
 
-/* looks: somebody has looked for suspects. */
-__device__ __forceinline__ void enter_tensor(of_tensor &w, const tx_step_table &t, int32_t tensor,
+/* looks: whether the launch has compared samples. */
+__device__ __forceinline__ void enter_tensor(tensor_state &w, const tx_step_table &t, int32_t tensor,
                                              const tx_step_admission &admitted, const bool looks) {
   if (w.tensor == tensor) return;
   leave_extras(t, w.tensor);

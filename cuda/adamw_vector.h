@@ -1,4 +1,4 @@
-/* One round of the step: TX_VECTOR elements of each stream to a lane. Included by adamw_kernel.h. */
+/* One round of the step: TX_VECTOR elements of each stream per lane. Included by adamw_kernel.h. */
 #ifndef TX_CUDA_ADAMW_VECTOR_H
 #define TX_CUDA_ADAMW_VECTOR_H
 
@@ -8,41 +8,42 @@
 
 namespace {
 
-/* A lane's elements of one round, as they lie in memory. */
-struct in_round {
+/* A lane's elements of one round, as stored in memory. */
+struct round_data {
   tx_raw grad, param, master, exp_avg, exp_avg_sq;
-  uint8_t exp_avg_scale, exp_avg_sq_scale; /* 0 where the lane has no elements */
+  uint8_t exp_avg_scale, exp_avg_sq_scale; /* 0 if the lane has no elements */
 };
 
-/* Of the tile that a round is of, beside remainders. */
-struct of_writes {
-  bool written; /* somebody else wrote to its weights; known where that is of use */
-  bool drops;   /* remainders are read as zeros */
+/* What the step does about external writes to a tile of a tensor with remainders. */
+struct tile_writes {
+  bool written; /* whether its weights were written externally; only set where it is used */
+  bool drops;   /* whether its remainders are read as zeros */
 };
 
 template <int WEIGHT, int MOMENTS>
-struct round_of {
-  /* Pairs of moments that few have go the ordinary way alone: there is half as much to compile. */
+struct round_ops {
+  /* Whether there is a fast path. Rare pairs of moments have none, which halves what is compiled. */
   static constexpr bool kQuick = MOMENTS != TX_MOMENTS_ANY;
 
-  /* Not where the step leaves something behind, which lies in memory as whole vectors and blocks do. Else where a
-   * stream is fp32 and none has block scales, whose blocks neighbouring lanes hold, or remainders, of whose weights a
-   * lane takes its part of the checksum. */
+  /* Whether rounds may be split (TX_WAY_HALVES), which only helps if a stream is fp32. Not with extra outputs, which
+   * are computed from whole vectors and blocks. Not with block scales, since neighbouring lanes hold a block. Not with
+   * remainders, since each lane computes its part of the weights' checksum. */
   static constexpr bool kHalves =
       TX_CUDA_SECTORS && !kHasExtras && kQuick && MOMENTS != TX_MOMENTS_U8 && tx_master_of_weight(WEIGHT) != TX_I16 &&
       (MOMENTS == TX_MOMENTS_F32 || tx_param_of_weight(WEIGHT) == TX_F32 || tx_master_of_weight(WEIGHT) == TX_F32);
   static constexpr tx_way kWay = kHalves ? TX_WAY_HALVES : TX_WAY_WHOLE;
 
-  /* A lane's elements of round `round` of a tile. */
-  static __device__ __forceinline__ tx_here here_of(const tx_step_entry &e, const tx_tile &tile, int32_t round) {
+  /* Where a lane's elements of round `round` of a tile are. */
+  static __device__ __forceinline__ tx_lane_elements lane_elements_of(const tx_step_entry &e, const tx_tile &tile,
+                                                                      int32_t round) {
     const int32_t lane = (int32_t)(threadIdx.x % TX_WARP);
     const bool whole = kQuick && e.aligned && tile.count - round * TX_ROUND >= TX_ROUND;
     if (kHalves && whole) {
       const int64_t first = tile.begin + round * TX_ROUND + lane * (TX_VECTOR / 2);
-      return tx_here{first, TX_VECTOR, TX_HALVES_GAP, true};
+      return tx_lane_elements{first, TX_VECTOR, TX_HALVES_GAP, true};
     }
     const tx_share share = tx_share_of_tile(tile.count, round, (uint32_t)lane);
-    return tx_here{tile.begin + share.first, share.count, 0, whole};
+    return tx_lane_elements{tile.begin + share.first, share.count, 0, whole};
   }
 
   static __device__ __forceinline__ tx_dtype param_of(const tx_step_entry &e) {
@@ -58,27 +59,27 @@ struct round_of {
                                         : (tx_dtype)dtype;
   }
   static __device__ __forceinline__ bool scaled(tx_dtype moment) { return moment == TX_U8 || moment == TX_F16; }
-  /* exp_avg_sq's scales lie behind exp_avg's, where that has some. */
+  /* exp_avg_sq's scales follow exp_avg's, if that has some. */
   static __device__ __forceinline__ uint8_t *root_scales(const tx_step_entry &e) {
     return e.scales + (scaled(moment(e.exp_avg_dtype)) ? (uint64_t)(e.numel + TX_BLOCK - 1) / TX_BLOCK : 0);
   }
 
-  /* What the step begins from. */
-  static __device__ __forceinline__ void read_weight(in_round &r, const tx_step_entry &e, const tx_way way,
-                                                     const tx_here &here) {
+  /* Reads weight and master, as far as the step needs them. */
+  static __device__ __forceinline__ void read_weight(round_data &r, const tx_step_entry &e, const tx_way way,
+                                                     const tx_lane_elements &here) {
     const tx_dtype master = master_of(e);
     if (master != TX_F32) tx_get(r.param, e.param, param_of(e), way, e.param_alignment, here);
     if (master != TX_NONE) tx_get(r.master, e.master, master, way, e.master_alignment, here);
   }
-  static __device__ __forceinline__ void drop_remainders(in_round &r, const tx_step_entry &e, bool drops) {
+  static __device__ __forceinline__ void drop_remainders(round_data &r, const tx_step_entry &e, bool drops) {
     if (master_of(e) != TX_I16 || !drops) return;
 #pragma unroll
     for (int i = 0; i < TX_VECTOR / 2; i++)
       r.master[i] = 0;
   }
 
-  static __device__ __forceinline__ void read(in_round &r, const tx_step_entry &e, const tx_way way,
-                                              const tx_here &here) {
+  static __device__ __forceinline__ void read(round_data &r, const tx_step_entry &e, const tx_way way,
+                                              const tx_lane_elements &here) {
     const tx_dtype m = moment(e.exp_avg_dtype), v = moment(e.exp_avg_sq_dtype);
     read_weight(r, e, way, here);
     tx_get(r.exp_avg, e.exp_avg, m, way, e.exp_avg_alignment, here);
@@ -92,19 +93,19 @@ struct round_of {
     }
   }
 
-  static __device__ __forceinline__ void write_weight(const in_round &r, const tx_step_entry &e, const tx_way way,
-                                                      const tx_here &here) {
+  static __device__ __forceinline__ void write_weight(const round_data &r, const tx_step_entry &e, const tx_way way,
+                                                      const tx_lane_elements &here) {
     tx_put(r.param, e.param, param_of(e), way, e.param_alignment, here);
     if (master_of(e) != TX_NONE) tx_put(r.master, e.master, master_of(e), way, e.master_alignment, here);
   }
 
-  static __device__ __forceinline__ void write_moments(const in_round &r, const tx_step_entry &e, const tx_way way,
-                                                       const tx_here &here) {
+  static __device__ __forceinline__ void write_moments(const round_data &r, const tx_step_entry &e, const tx_way way,
+                                                       const tx_lane_elements &here) {
     tx_put(r.exp_avg, e.exp_avg, moment(e.exp_avg_dtype), way, e.exp_avg_alignment, here);
     tx_put(r.exp_avg_sq, e.exp_avg_sq, moment(e.exp_avg_sq_dtype), way, e.exp_avg_sq_alignment, here);
   }
 
-  /* The values of a moment. quick: as far as they are quickly had; returns whether they were. */
+  /* The values of a moment. quick: by the fast path. Returns whether they are right; always true if not quick. */
   static __device__ __forceinline__ bool floats_of_moment(float (&x)[TX_VECTOR], const tx_raw &raw,
                                                           const tx_dtype dtype, const tx_format format, uint8_t scale,
                                                           const bool quick) {
@@ -126,18 +127,19 @@ struct round_of {
     return right;
   }
 
-  /* What a moment is stored as, unless it has scales. */
+  /* Rounds a moment to what is stored; nothing for moments with block scales, which are encoded later. */
   static __device__ __forceinline__ void raw_of_moment(tx_raw &raw, const float (&x)[TX_VECTOR], const tx_dtype dtype,
-                                                       int32_t rounding, const bool quick, const tx_here &here,
+                                                       int32_t rounding, const bool quick, const tx_lane_elements &here,
                                                        const tx_noise &noise) {
     if (!scaled(dtype)) tx_round_plain(raw, x, dtype, rounding, quick, here, noise);
   }
 
-  /* The step of what was read in r, into x and, but for moments with scales, `to`. Returns whether it is right, which
-   * it always is where it is not quick. */
-  static __device__ __forceinline__ bool update(const in_round &r, in_round &to, tx_stepped &x, const tx_step_table &t,
-                                                const tx_step_entry &e, const of_tensor &w, const tx_here &here,
-                                                const float (&g)[TX_VECTOR], const bool quick) {
+  /* Computes the step of r into x and `to` (but not yet moments with block scales in `to`). Returns whether the result
+   * is right; always true if not quick. */
+  static __device__ __forceinline__ bool update(const round_data &r, round_data &to, tx_stepped &x,
+                                                const tx_step_table &t, const tx_step_entry &e, const tensor_state &w,
+                                                const tx_lane_elements &here, const float (&g)[TX_VECTOR],
+                                                const bool quick) {
     const tx_dtype m_dtype = moment(e.exp_avg_dtype), v_dtype = moment(e.exp_avg_sq_dtype);
     const int32_t rounding = t.common.moment_rounding;
     const tx_dtype param = param_of(e), master = master_of(e);
@@ -159,7 +161,7 @@ struct round_of {
       tx_update(x, g, w.constants);
     }
     if (master != TX_I16) {
-      /* Where few come, nothing is kept in registers for it. */
+      /* In the rare kernels it is recomputed, to save registers. */
       const tx_noise noise = kQuick ? w.param : noise_of(t, e, w, TX_LANE_PARAM);
       tx_round_plain(to.param, x.p, param, master == TX_NONE ? t.common.weight_rounding : (int32_t)TX_NEAREST, quick,
                      here, noise);
@@ -174,11 +176,12 @@ struct round_of {
     return right && !tx_is_half_way(odd);
   }
 
-  /* Reads and steps; whether it is right, as update says. drops: remainders are read as zeros. */
-  static __device__ __forceinline__ bool take(in_round &to, tx_stepped &x, const tx_step_table &t,
-                                              const tx_step_entry &e, const of_tensor &w, const tx_here &here,
-                                              bool drops, const bool quick) {
-    in_round r;
+  /* Reads a round and computes its step; arguments and result as update's. drops: whether remainders are read as
+   * zeros. */
+  static __device__ __forceinline__ bool take(round_data &to, tx_stepped &x, const tx_step_table &t,
+                                              const tx_step_entry &e, const tensor_state &w,
+                                              const tx_lane_elements &here, bool drops, const bool quick) {
+    round_data r;
     if (here.whole && (quick || kHalves)) {
       read(r, e, kWay, here);
     } else {
@@ -190,12 +193,13 @@ struct round_of {
     return update(r, to, x, t, e, w, here, g, quick);
   }
 
-  /* What of a round that is stepped, and not written yet, is left behind beside states. */
-  static __device__ __forceinline__ void leave_behind(const tx_step_table &t, const tx_step_entry &e,
-                                                      const of_tensor &w, const tx_here &here, const of_writes &writes,
-                                                      const in_round &to) {
-    in_round was;
-    tx_read_again(); /* as in round */
+  /* Computes the extra outputs of a round: its new values are in `to` and not written yet, so memory still has the old
+   * ones. */
+  static __device__ __forceinline__ void note_extras(const tx_step_table &t, const tx_step_entry &e,
+                                                     const tensor_state &w, const tx_lane_elements &here,
+                                                     const tile_writes &writes, const round_data &to) {
+    round_data was;
+    tx_read_again(); /* not kept in registers, as in round() */
     if (here.whole) {
       read_weight(was, e, kWay, here);
     } else {
@@ -206,19 +210,21 @@ struct round_of {
     note_vector(t, e, w.extras, here, writes.written, before, now, param_of(e), master_of(e));
   }
 
-  /* weights: 16-bit ones as they were written, zeros behind the tensor's end. */
-  static __device__ __forceinline__ void round(const tx_step_table &t, const tx_step_entry &e, const of_tensor &w,
-                                               const tx_here &here, const of_writes &writes, uint32_t (&weights)[4]) {
+  /* Steps a round. weights: receives the new 16-bit weights, zeros beyond the tensor's end. */
+  static __device__ __forceinline__ void round(const tx_step_table &t, const tx_step_entry &e, const tensor_state &w,
+                                               const tx_lane_elements &here, const tile_writes &writes,
+                                               uint32_t (&weights)[4]) {
     const tx_dtype m_dtype = moment(e.exp_avg_dtype), v_dtype = moment(e.exp_avg_sq_dtype);
-    in_round to;
+    round_data to;
     tx_stepped x;
     const bool quick = kQuick && w.quick && take(to, x, t, e, w, here, writes.drops, true);
     if (!quick) {
-      /* Nothing is written yet, so that it can be read again: kept for this it would take registers from all others. */
+      /* The fast path failed. Nothing is written yet, so the round is read again: keeping it would cost all rounds
+       * registers. */
       tx_read_again();
       (void)take(to, x, t, e, w, here, writes.drops, false);
     }
-    if constexpr (kHasExtras) leave_behind(t, e, w, here, writes, to);
+    if constexpr (kHasExtras) note_extras(t, e, w, here, writes, to);
     if (here.whole) {
       write_weight(to, e, kWay, here);
     } else {

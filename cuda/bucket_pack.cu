@@ -1,5 +1,5 @@
-/* Between tensors and their ranges of a bucket; see tx_bucket_pack and tx_bucket_unpack. The host cuts the bucket into
- * runs: ranges of gradients, and the gaps between them. */
+/* Copies tensors into their ranges of a bucket, and back; see tx_bucket_pack and tx_bucket_unpack. The host splits the
+ * bucket into runs: ranges of gradients, and the gaps between them. */
 #include "cuda/conversions.h"
 
 extern "C" {
@@ -22,7 +22,7 @@ uint8_t *scale_of(tx_tensor scales, int64_t i) {
   return scales.numel ? (uint8_t *)scales.data + i / TX_BLOCK : nullptr;
 }
 
-/* Elements [begin, end) of the bucket, from nothing: zeros. */
+/* Elements [begin, end) of the bucket, without a source: zeros. */
 tx_conversion into_bucket(const tx_bucket_pack_args *a, int form, int64_t begin, int64_t end) {
   tx_conversion run = {};
   run.numel = end - begin;
@@ -37,7 +37,7 @@ tx_status pack(const tx_cuda_scope *scope, const tx_bucket_pack_args *a, tx_erro
   const char *name = "packing a bucket";
   const int form = wire_form(a->bucket, a->scales);
   const bool scaled = a->scales.numel != 0;
-  int64_t at = 0; /* what lies before is done */
+  int64_t at = 0; /* everything before it is done */
   tx_convert_table t;
   tx_convert_begin(&t, scaled ? a->rounding : TX_NEAREST);
   for (int64_t i = 0; i < a->n; i++) {
@@ -46,7 +46,7 @@ tx_status pack(const tx_cuda_scope *scope, const tx_bucket_pack_args *a, tx_erro
     if (at < a->offsets[i]) {
       TX_FORWARD(tx_convert_add(scope, &t, into_bucket(a, form, at, a->offsets[i]), name, error));
     }
-    /* a block that a gradient ends in is encoded with the zeros behind it */
+    /* a block in which a gradient ends is encoded together with the zeros that follow */
     const int64_t end = a->offsets[i] + grad.numel;
     const int64_t edge = scaled ? tx_blocks(end) * TX_BLOCK : end;
     at = edge < a->bucket.numel ? edge : a->bucket.numel;

@@ -1,4 +1,4 @@
-/* The chunks of all ranks added up; see tx_bucket_reduce. */
+/* Sums the chunks of all ranks; see tx_bucket_reduce. */
 #include "cuda/warp_stats.h"
 
 extern "C" {
@@ -8,10 +8,10 @@ extern "C" {
 
 namespace {
 
-/* Chunks whose elements are on their way from memory at a time; they are added one after the other. */
+/* How many chunks' loads are in flight at a time; the chunks are added one after the other. */
 constexpr int32_t kAtOnce = 4;
 
-/* CHUNKS: for so many there is room. */
+/* CHUNKS: the capacity of the arrays. */
 template <int32_t CHUNKS>
 struct reduction {
   int64_t numel;
@@ -21,13 +21,13 @@ struct reduction {
   float scale;
   int32_t accumulate, n;
   int32_t wire, shard_dtype;           /* wire: a row of TX_FOR_EACH_WIRE */
-  uint32_t alignment, shard_alignment; /* alignment: of all chunks */
+  uint32_t alignment, shard_alignment; /* alignment: the least of all chunks */
   const void *chunks[CHUNKS];
   const uint8_t *scales[CHUNKS];
 };
 static_assert(sizeof(reduction<TX_CUDA_MAX_CHUNKS>) <= TX_PARAMETER_BYTES, "a reduction is one kernel parameter");
 
-/* Of most worlds: a launch with so few carries 1 KiB instead of 32. */
+/* Enough for most world sizes; such a launch passes 1 KiB of parameters instead of 32. */
 constexpr int32_t kFewChunks = 64;
 
 template <int32_t CHUNKS>
@@ -35,8 +35,8 @@ TX_FN int64_t tx_table_tiles(const reduction<CHUNKS> &r) {
   return tx_tiles(r.numel, TX_ROUND);
 }
 
-/* sum: of the chunks' elements [first, first + count), in the order of the ranks. The first chunk is copied, since
- * 0 + -0 would be +0. */
+/* sum: of elements [first, first + count) of all chunks, in the order of the ranks. The first chunk is copied, since 0
+ * + -0 would be +0. */
 template <tx_dtype DTYPE, bool SCALED, int32_t CHUNKS>
 __device__ __forceinline__ void add_chunks(float (&sum)[TX_VECTOR], const reduction<CHUNKS> &r, int64_t first,
                                            int32_t count) {
@@ -66,7 +66,7 @@ __device__ __forceinline__ void add_chunks(float (&sum)[TX_VECTOR], const reduct
   }
 }
 
-/* x, scaled, onto the shard or in its place; x becomes what the shard then holds. */
+/* Scales x and stores it in the shard or adds it to that. On return x has the shard's new values. */
 template <int32_t CHUNKS>
 __device__ __forceinline__ void store(float (&x)[TX_VECTOR], const reduction<CHUNKS> &r, int64_t first, int32_t count) {
   const tx_dtype dtype = (tx_dtype)r.shard_dtype;
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(TX_BLOCK_THREADS) reduce(const __grid_constant
     for (int i = 0; i < TX_VECTOR; i++)
       x[i] = i < share.count ? x[i] : 0.0f;
     const double sum = tx_squares_of_lanes(x);
-    const bool brings = tx_lane_id() % TX_BLOCK_LANES < TX_WINDOW; /* a window of the 16 lanes that have it */
+    const bool brings = tx_lane_id() % TX_BLOCK_LANES < TX_WINDOW; /* a window among the 16 lanes that have the sum */
     if (tx_add_sum(&stats, brings ? sum : 0.0)) stats.non_finite += tx_count_non_finite(x);
   }
   if (r.stats) tx_add_block_stats(stats, r.stats, r.ticket);

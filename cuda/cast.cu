@@ -1,4 +1,4 @@
-/* From any form to any other; see tx_cast. */
+/* Converts tensors from any form to any other; see tx_cast. */
 #include "cuda/conversions.h"
 
 extern "C" {

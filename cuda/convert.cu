@@ -4,10 +4,10 @@
 
 namespace {
 
-/* Rounds that are read before the first is converted. */
+/* The number of rounds that are read before the first one is converted. */
 constexpr int kRounds = 2;
 
-/* What lies in memory, as floats. */
+/* Stored elements as floats. */
 __device__ __forceinline__ void decode(float (&x)[TX_VECTOR], const tx_raw &raw, uint8_t scale, int form) {
   switch (form) {
 #define TX_DECODE_PLAIN_(index, name, ...) \
@@ -32,8 +32,8 @@ __device__ __forceinline__ uint8_t encode_scaled(tx_raw &raw, float (&x)[TX_VECT
   return tx_encode_block(raw, x, u, rounded, DTYPE, FORMAT);
 }
 
-/* Floats as they are to lie in memory; returns the block's scale byte where the form has one. Every lane of the warp
- * calls it. */
+/* Floats as stored elements. Returns the block's scale byte if the form has scales. Every lane of the warp has to call
+ * it. */
 __device__ __forceinline__ uint8_t encode(tx_raw &raw, float (&x)[TX_VECTOR], const uint32_t (&u)[TX_VECTOR],
                                           int rounded, int form) {
   switch (form) {

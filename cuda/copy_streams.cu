@@ -1,4 +1,4 @@
-/* tx_copy_ops over two streams of a device: copies by the device's copy engines, marks as events. */
+/* tx_copy_ops with two streams of a device: copies run on the device's copy engines, marks are events. */
 #include <stdlib.h>
 
 #include "cuda/current_device.h"
@@ -10,10 +10,10 @@ typedef struct tx_cuda_copies {
   cudaStream_t streams[TX_WAYS];
   int64_t slots;
   int32_t device;
-  cudaEvent_t *marks[TX_WAYS]; /* of each slot; NULL: it has none yet */
+  cudaEvent_t *marks[TX_WAYS]; /* by slot; NULL: not created yet */
 } tx_cuda_copies;
 
-/* The device is current in this scope, for waiting too; a thread of torch's pool may have none, or another one. */
+/* Makes the device current, which waits need, too: a thread of torch's pool may have another device or none. */
 static tx_status enter(const tx_cuda_copies *copy_ops, int32_t *before, tx_error *error) {
   return tx_cuda_make_current(copy_ops->device, before, error);
 }
@@ -31,7 +31,7 @@ static tx_status copy(void *ctx, int32_t up, void *to, const void *from, int64_t
   return leave(copy_ops, before, tx_cuda_answered(answer, up ? "copying to the device" : "copying to the host", error));
 }
 
-/* A slot is one thread's, so is its mark. */
+/* A slot, and so its mark, is used by one thread only. */
 static tx_status mark_of(const tx_cuda_copies *copy_ops, int32_t up, int64_t slot, cudaEvent_t **mark,
                          tx_error *error) {
   if (slot < 0 || slot >= copy_ops->slots)
@@ -48,8 +48,8 @@ static tx_status mark(void *ctx, int32_t up, int64_t slot, tx_error *error) {
   TX_FORWARD(mark_of(copy_ops, up, slot, &mark, error));
   TX_FORWARD(enter(copy_ops, &before, error));
   cudaError_t answer = cudaSuccess;
-  /* Who waits for it sleeps: a copy takes long beside a wake-up, and the core is another thread's or rank's meanwhile.
-   */
+  /* Waiting threads sleep instead of spinning: a copy takes long compared with a wake-up, and another thread or rank
+   * can use the core meanwhile. */
   if (!*mark) answer = cudaEventCreateWithFlags(mark, cudaEventDisableTiming | cudaEventBlockingSync);
   if (answer == cudaSuccess) answer = cudaEventRecord(*mark, copy_ops->streams[up ? TX_UP : TX_DOWN]);
   return leave(copy_ops, before, tx_cuda_answered(answer, "recording an event", error));

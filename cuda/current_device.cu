@@ -5,7 +5,7 @@
 
 namespace {
 
-/* The driver's cuDevicePrimaryCtxGetState, as nothing of the runtime tells this without making a context. */
+/* The driver's cuDevicePrimaryCtxGetState: the runtime has no such query that does not create a context. */
 typedef int (*context_state)(int device, unsigned *flags, int *active);
 std::atomic<context_state> known_context_state;
 
@@ -17,12 +17,12 @@ context_state look_for_context_state() {
   const cudaError_t answer =
       cudaGetDriverEntryPointByVersion("cuDevicePrimaryCtxGetState", &function, since, cudaEnableDefault, &found);
   if (answer == cudaSuccess && found == cudaDriverEntryPointSuccess) return (context_state)function;
-  (void)cudaGetLastError(); /* not for the next caller of CUDA */
+  (void)cudaGetLastError(); /* so that the next caller of CUDA does not see this error */
 #endif
   return NULL;
 }
 
-/* True also where the driver cannot be asked. */
+/* True also if the driver cannot be queried. */
 bool may_have_context(int32_t device) {
   context_state state = known_context_state.load(std::memory_order_relaxed);
   if (!state) {

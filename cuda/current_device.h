@@ -1,4 +1,4 @@
-/* The device that is current for the calling thread, while a call works on its own. */
+/* Making a call's device current for the calling thread, and restoring the one before. */
 #ifndef TX_CUDA_CURRENT_DEVICE_H
 #define TX_CUDA_CURRENT_DEVICE_H
 
@@ -9,12 +9,12 @@ extern "C" {
 }
 #include "csrc/torch_ext_cuda.h"
 
-/* Makes the device current; `before` was. */
+/* Makes the device current. *before: the device that was current. */
 tx_status tx_cuda_make_current(int32_t device, int32_t *before, tx_error *error);
 
-/* Makes current what was before. Not where nothing has been done on that device in this process, as device 0 is said to
- * be current for a thread that never chose: choosing it now would make its context, some 0.5 GB of its memory for each
- * rank of a host. */
+/* Makes `before` current again, unless this process has no context on it. CUDA reports device 0 as current for a thread
+ * that never chose a device. Choosing it would create a context there: about 0.5 GB of device 0's memory for each rank
+ * of a host. */
 void tx_cuda_put_back(int32_t device, int32_t before);
 
 #endif

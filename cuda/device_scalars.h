@@ -1,4 +1,4 @@
-/* Single values in device memory: aligned to one byte, as every tensor may be. */
+/* Single values in device memory, at any address: tensors may be aligned to one byte only. */
 #ifndef TX_CUDA_DEVICE_SCALARS_H
 #define TX_CUDA_DEVICE_SCALARS_H
 
@@ -29,12 +29,12 @@ static __device__ __forceinline__ float tx_read_float_or(const void *from, float
   return from ? tx_read_value<float>(from) : otherwise;
 }
 
-/* An fp32 or a double. */
+/* An fp32 or double as double. */
 static __device__ __forceinline__ double tx_read_double(const void *from, int64_t dtype) {
   return dtype == TX_F32 ? (double)tx_read_value<float>(from) : tx_read_value<double>(from);
 }
 
-/* Into a counter that lies at a multiple of 8; nothing where there is none. */
+/* *counter += by, atomically; nothing if counter is NULL. The counter's address is a multiple of 8. */
 static __device__ __forceinline__ void tx_count(unsigned long long *counter, int64_t by) {
   if (counter && by) tx_add_i64(counter, by);
 }

@@ -1,4 +1,4 @@
-/* tx_cuda_master_checksum, and looking at checksums for a step. */
+/* tx_cuda_master_checksum, and the comparison of checksums for a step. */
 #include <stdlib.h>
 
 #include "cuda/external_writes_notes.h"
@@ -14,19 +14,19 @@ namespace {
 struct entry {
   int64_t numel;
   const void *param;
-  void *master; /* remainders; not looked at beside fp32 */
+  void *master; /* remainders; fp32 masters are not accessed */
   void *checksums;
   int64_t index; /* in the call's lists */
   uint8_t param_alignment, master_alignment;
 };
 struct common {
-  unsigned long long *notes; /* suspects, or counts; NULL: nobody is told */
+  unsigned long long *notes; /* marks of suspects, or counts; NULL: not wanted */
   int32_t mode, reserved;
 };
 typedef tx_table<common, entry> table;
 
-/* Tiles of TX_SAMPLED weights, each with its checksum. */
-__global__ void __launch_bounds__(TX_BLOCK_THREADS) look_at_samples(const __grid_constant__ table t) {
+/* Compares or renews the checksums of samples, in tiles of TX_SAMPLED weights: one checksum per tile. */
+__global__ void __launch_bounds__(TX_BLOCK_THREADS) compare_samples(const __grid_constant__ table t) {
   const uint32_t lane = tx_lane_id();
   const int64_t tiles = tx_table_tiles(t);
   for (int64_t number = tx_first_tile(); number < tiles; number += tx_tile_step()) {
@@ -40,13 +40,13 @@ __global__ void __launch_bounds__(TX_BLOCK_THREADS) look_at_samples(const __grid
     if (t.common.mode == TX_CHECKSUM_RENEW) {
       tx_write_value(at, checksum);
     } else if (tx_checksum_differs(at, checksum)) {
-      t.common.notes[e.index] = 1; /* of many that may write it at a time each writes the same */
+      t.common.notes[e.index] = 1; /* several warps may write it at a time, all of them 1 */
     }
   }
 }
 
-/* Tiles of TX_CHECKSUM weights, each with its checksum. */
-__global__ void __launch_bounds__(TX_BLOCK_THREADS) look_at_remainders(const __grid_constant__ table t) {
+/* Compares, resyncs or renews blocks with remainders, in tiles of TX_CHECKSUM weights: one checksum per tile. */
+__global__ void __launch_bounds__(TX_BLOCK_THREADS) compare_remainders(const __grid_constant__ table t) {
   const uint32_t lane = tx_lane_id();
   const int64_t tiles = tx_table_tiles(t);
   for (int64_t number = tx_first_tile(); number < tiles; number += tx_tile_step()) {
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(TX_BLOCK_THREADS) look_at_remainders(const __g
       const tx_share share = tx_share_of_tile(tile.count, round, lane);
       tx_write_vector<2>(zeros, (char *)e.master + 2 * (tile.begin + share.first), e.master_alignment, share.count);
     }
-    __syncwarp(); /* every lane has compared before one of them writes */
+    __syncwarp(); /* every lane has read the checksum before one of them writes it */
     if (lane != 0) continue;
     if (differs && t.common.notes) tx_count(t.common.notes + e.index, tile.count);
     if (t.common.mode != TX_CHECKSUM_CHECK) tx_write_value(at, checksum);
@@ -120,33 +120,33 @@ tx_status tx_external_notes_begin(const tx_cuda_scope *scope, const tx_cuda_call
                           "clearing the workspace", error);
 }
 
-tx_status tx_external_look_at_samples(const tx_cuda_scope *scope, const tx_external_lists &lists,
+tx_status tx_external_compare_samples(const tx_cuda_scope *scope, const tx_external_lists &lists,
                                       const tx_external_notes *notes, int32_t mode, tx_error *error) {
-  return look(scope, look_at_samples, lists, notes ? notes->suspect : NULL, 1, TX_F32, mode, error);
+  return look(scope, compare_samples, lists, notes ? notes->suspect : NULL, 1, TX_F32, mode, error);
 }
 
-tx_status tx_external_look_at_remainders(const tx_cuda_scope *scope, const tx_external_lists &lists,
+tx_status tx_external_compare_remainders(const tx_cuda_scope *scope, const tx_external_lists &lists,
                                          unsigned long long *counts, int32_t each, int32_t mode, tx_error *error) {
-  return look(scope, look_at_remainders, lists, counts, each, TX_I16, mode, error);
+  return look(scope, compare_remainders, lists, counts, each, TX_I16, mode, error);
 }
 
 tx_status tx_external_checksum(const tx_cuda_scope *scope, const tx_external_lists &lists, int32_t mode,
                                unsigned long long *stale, int32_t each, const tx_cuda_call *call, tx_error *error) {
   if (mode == TX_CHECKSUM_RENEW) {
-    TX_FORWARD(tx_external_look_at_samples(scope, lists, NULL, mode, error));
+    TX_FORWARD(tx_external_compare_samples(scope, lists, NULL, mode, error));
   } else if (tx_external_has_any(lists, TX_F32)) {
     tx_external_notes notes;
     TX_FORWARD(tx_external_check_workspace(call, lists.n, "looking at fp32 masters", error));
     TX_FORWARD(tx_external_notes_begin(scope, call, lists.n, &notes, error));
-    TX_FORWARD(tx_external_look_at_samples(scope, lists, &notes, mode, error));
+    TX_FORWARD(tx_external_compare_samples(scope, lists, &notes, mode, error));
     TX_FORWARD(tx_resync_masters(scope, lists.n, lists.params, lists.masters,
                                  mode == TX_CHECKSUM_CHECK ? TX_RESYNC_COUNT : TX_RESYNC_STALE, notes.suspect, stale,
                                  each, error));
-    /* Those that agree become what they are. */
+    /* Renews all checksums; those that agree keep their values. */
     if (mode == TX_CHECKSUM_RESYNC)
-      TX_FORWARD(tx_external_look_at_samples(scope, lists, NULL, TX_CHECKSUM_RENEW, error));
+      TX_FORWARD(tx_external_compare_samples(scope, lists, NULL, TX_CHECKSUM_RENEW, error));
   }
-  return tx_external_look_at_remainders(scope, lists, stale, each, mode, error);
+  return tx_external_compare_remainders(scope, lists, stale, each, mode, error);
 }
 
 tx_status tx_external_refuse_written(const tx_cuda_scope *scope, const tx_external_lists &lists,
@@ -156,10 +156,10 @@ tx_status tx_external_refuse_written(const tx_cuda_scope *scope, const tx_extern
   if (!tx_external_has_any(lists, TX_F32) && !tx_external_has_any(lists, TX_I16)) return TX_OK;
   TX_FORWARD(tx_external_check_workspace(call, lists.n, "on_external_write = 2 (check)", error));
   TX_FORWARD(tx_external_notes_begin(scope, call, lists.n, &notes, error));
-  TX_FORWARD(tx_external_look_at_samples(scope, lists, &notes, TX_CHECKSUM_CHECK, error));
+  TX_FORWARD(tx_external_compare_samples(scope, lists, &notes, TX_CHECKSUM_CHECK, error));
   TX_FORWARD(tx_resync_masters(scope, lists.n, lists.params, lists.masters, TX_RESYNC_COUNT, notes.suspect,
                                notes.counts, 1, error));
-  TX_FORWARD(tx_external_look_at_remainders(scope, lists, notes.counts, 1, TX_CHECKSUM_CHECK, error));
+  TX_FORWARD(tx_external_compare_remainders(scope, lists, notes.counts, 1, TX_CHECKSUM_CHECK, error));
   int64_t *const counts = (int64_t *)malloc(bytes);
   if (!counts) return tx_fail(error, TX_ERROR_OUT_OF_MEMORY, "no memory to look at %lld params", (long long)lists.n);
   tx_status status = tx_cuda_answered(

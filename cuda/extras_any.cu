@@ -1,4 +1,4 @@
-/* The step on moments of any other pair of dtypes that leaves something behind beside states. */
+/* The step with extra outputs for all other pairs of moment dtypes. */
 #define TX_STEP_EXTRAS 1
 #include "cuda/adamw_kernel.h"
 

@@ -9,8 +9,8 @@
 #include "cuda/extras_weights.h"
 
 struct tx_vector_change {
-  uint32_t bits;   /* of weights that did */
-  int32_t largest; /* the most that a master went, as a pattern */
+  uint32_t bits;   /* bit i: weight i changed */
+  int32_t largest; /* the largest change of a master, as an fp32 pattern */
 };
 
 static __device__ __forceinline__ tx_vector_change tx_change_of(const tx_vector_weights &before,
@@ -29,8 +29,9 @@ static __device__ __forceinline__ tx_vector_change tx_change_of(const tx_vector_
   return change;
 }
 
-/* Every lane of the warp calls it. written: nobody knows how far the block went. */
-static __device__ __forceinline__ void tx_note_change(const tx_entry_extras &x, const tx_here &here,
+/* Every lane of the warp has to call it. written: whether the block's weights were written externally, so that it is
+ * unknown how far they moved. */
+static __device__ __forceinline__ void tx_note_change(const tx_entry_extras &x, const tx_lane_elements &here,
                                                       const tx_vector_change &change, bool written) {
   const int32_t largest = tx_block_largest(change.largest);
   if (here.count <= 0) return;
@@ -41,8 +42,8 @@ static __device__ __forceinline__ void tx_note_change(const tx_entry_extras &x, 
   tx_write_value(moved, written ? TX_MOVED_ANYHOW : tx_moved_on(tx_read_value<uint16_t>(moved), largest));
 }
 
-/* The distances of a vector, two to a byte, go on. */
-static __device__ __forceinline__ void tx_note_distances(uint8_t *distances, const tx_here &here,
+/* Adds a vector's changes in ulps to its distances, two of which share a byte. */
+static __device__ __forceinline__ void tx_note_distances(uint8_t *distances, const tx_lane_elements &here,
                                                          const tx_vector_weights &before, const tx_vector_weights &now,
                                                          const tx_dtype param, const tx_dtype master) {
   uint8_t *const pairs = distances + (uint64_t)here.first / 2;

@@ -1,4 +1,4 @@
-/* The average of masters that a round has just stepped: tx_adamw_args.emas. */
+/* Updates the EMA of the masters that a round has just stepped: tx_adamw_args.emas. */
 #ifndef TX_CUDA_EXTRAS_EMA_H
 #define TX_CUDA_EXTRAS_EMA_H
 
@@ -8,7 +8,7 @@
 #include "cuda/extras_weights.h"
 
 /* weight: 1 - decay. */
-static __device__ __forceinline__ void tx_average_vector(const tx_entry_extras &x, const tx_here &here,
+static __device__ __forceinline__ void tx_average_vector(const tx_entry_extras &x, const tx_lane_elements &here,
                                                          const tx_ema_turn &turn, float weight,
                                                          const tx_vector_weights &now, const tx_dtype param,
                                                          const tx_dtype master) {

@@ -1,4 +1,4 @@
-/* What a call's step is to leave behind, as kernels know it. */
+/* The table entries for a call's extra outputs. */
 #ifndef TX_CUDA_EXTRAS_ENTRY_H
 #define TX_CUDA_EXTRAS_ENTRY_H
 
@@ -10,13 +10,13 @@ extern "C" {
 #include "csrc/ops/tensor.h"
 }
 
-/* Of parameter i, anything at all. */
+/* Whether parameter i has any extra output. */
 static inline bool tx_has_extras(const tx_left_behind &left, int64_t i) {
   return tx_at_or_none(left.changed, i).numel || tx_at_or_none(left.emas, i).numel ||
          tx_at_or_none(left.healths, i).numel;
 }
 
-/* Of parameter i, from element `begin` on, a multiple of TX_BLOCK. */
+/* The extra outputs of parameter i from element `begin` on, a multiple of TX_BLOCK. */
 static inline tx_entry_extras tx_extras_of(const tx_left_behind &left, int64_t i, int64_t begin) {
   const tx_tensor ema = tx_at_or_none(left.emas, i), health = tx_at_or_none(left.healths, i);
   tx_entry_extras x = {};

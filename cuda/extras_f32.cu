@@ -1,4 +1,4 @@
-/* The step on both moments in fp32 that leaves something behind beside states. */
+/* The step with extra outputs, both moments in fp32. */
 #define TX_STEP_EXTRAS 1
 #include "cuda/adamw_kernel.h"
 

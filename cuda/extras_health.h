@@ -1,10 +1,9 @@
-/* Sums of a measured step: tx_adamw_args.healths.
+/* The sums of health measurement: tx_adamw_args.healths.
  *
- * A block's sums of squares are the CPU's, bit for bit (csrc/cpu/step_health.h): those of elements 32 apart, one after
- * the other; of neighbours; and of what is 16, 8, 4 and 2 apart. A lane has eight neighbours; it trades them for two of
- * each of the lanes whose elements are 32 apart. What blocks have is added in integers: bin i of the warp's is lane
- * i's, and goes into the tensor's row when the warp leaves the tensor.
- */
+ * A block's sums of squares have the CPU's bits (csrc/cpu/step_health.h). The CPU first adds elements 32 apart, one
+ * after the other; then neighbours; then sums 16, 8, 4 and 2 apart. A lane has eight neighbouring elements; it
+ * exchanges them so that it has two from each of the lanes whose elements are 32 apart. The sums of blocks are added as
+ * integers: bin i of a warp is in lane i, and is added to the tensor's row when the warp leaves the tensor. */
 #ifndef TX_CUDA_EXTRAS_HEALTH_H
 #define TX_CUDA_EXTRAS_HEALTH_H
 
@@ -16,11 +15,11 @@
 
 static_assert(TX_HEALTH_BINS == TX_WARP, "each lane has a bin");
 
-/* Of one thread, in shared memory, since registers are few. Nobody else looks at it. */
+/* The sums of one thread. In shared memory, since registers are scarce; no other thread accesses them. */
 struct tx_health_sums {
-  int64_t updates, weights; /* of the lane's bin */
+  int64_t updates, weights; /* of the bin with the lane's number */
   int32_t moved, below, elements, endless;
-  int32_t largest; /* the pattern of the largest weight */
+  int32_t largest; /* the fp32 pattern of the largest weight */
 };
 static __device__ __forceinline__ tx_health_sums &tx_my_health() {
   __shared__ tx_health_sums sums[TX_BLOCK_THREADS];
@@ -31,9 +30,9 @@ static __device__ __forceinline__ void tx_health_begin() {
   tx_my_health() = tx_health_sums{};
 }
 
-/* x, which is `runs` runs of elements: of each the first half, or the second in lanes whose number has the bit `by`,
- * and the same half of the other lane's. Runs of the lane without the bit come first. Every lane of the warp calls it.
- */
+/* Exchanges half of each of the `runs` runs of elements in x with the lane whose number differs in bit `by`. A lane
+ * without that bit keeps the first half of each run and receives the other lane's first half; a lane with it, the
+ * second halves. The runs of the lane without the bit come first. Every lane of the warp has to call it. */
 template <int runs>
 static __device__ __forceinline__ void tx_trade_halves(float (&x)[TX_VECTOR], int by) {
   constexpr int half = TX_VECTOR / runs / 2;
@@ -53,23 +52,23 @@ static __device__ __forceinline__ void tx_trade_halves(float (&x)[TX_VECTOR], in
   }
 }
 
-/* A block's sum of squares, in all of its lanes; they end with other values in x. Every lane of the warp calls it. */
+/* A block's sum of squares, in all of its lanes. Changes x. Every lane of the warp has to call it. */
 static __device__ __forceinline__ float tx_block_squares(float (&x)[TX_VECTOR]) {
-  tx_trade_halves<1>(x, 4); /* elements 32 apart */
-  tx_trade_halves<2>(x, 8); /* 64 */
+  tx_trade_halves<1>(x, 4); /* now has elements 32 apart */
+  tx_trade_halves<2>(x, 8); /* and 64 apart */
   float sums[2] = {0.0f, 0.0f};
 #pragma unroll
   for (int i = 0; i < TX_VECTOR; i++)
     sums[i % 2] = tx_square_added(sums[i % 2], x[i]);
   float sum = sums[0] + sums[1];
-  const int apart[] = {2, 1, 4, 8}; /* 16, 8, and of what lanes kept 4 and 2 */
+  const int apart[] = {2, 1, 4, 8}; /* sums 16 and 8 apart, and then those 4 and 2 apart that lanes kept */
 #pragma unroll
   for (int i = 0; i < 4; i++)
     sum += __shfl_xor_sync(0xffffffffu, sum, apart[i]);
   return sum;
 }
 
-/* The sums of a round's two blocks into the lane's bin. */
+/* Adds the sums of a round's two blocks to the lane's bin. */
 static __device__ __forceinline__ void tx_health_bin(int64_t &bin, int32_t &endless, float sum) {
 #pragma unroll
   for (int from = 0; from < TX_WARP; from += TX_BLOCK_LANES) {
@@ -79,7 +78,7 @@ static __device__ __forceinline__ void tx_health_bin(int64_t &bin, int32_t &endl
   }
 }
 
-/* A round. changed: bits of those of the lane's that did. Every lane of the warp calls it. */
+/* Adds a round. changed: bit i is set if the lane's weight i changed. Every lane of the warp has to call it. */
 static __device__ __forceinline__ void tx_health_take(const tx_vector_weights &before, const tx_vector_weights &now,
                                                       int32_t count, uint32_t changed, const tx_dtype param,
                                                       const tx_dtype master) {
@@ -105,7 +104,7 @@ static __device__ __forceinline__ void tx_health_take(const tx_vector_weights &b
   mine.endless += endless;
 }
 
-/* What the warp has gathered into a tensor's row, and begins anew. Every lane calls it. */
+/* Adds the warp's sums to a tensor's row and resets them. Every lane of the warp has to call it. */
 static __device__ __forceinline__ void tx_health_flush(unsigned long long *row) {
   tx_health_sums &mine = tx_my_health();
   const uint32_t lane = tx_lane_id();

@@ -1,4 +1,4 @@
-/* The step on both moments in 8 bits that leaves something behind beside states. */
+/* The step with extra outputs, both moments in 8 bits. */
 #define TX_STEP_EXTRAS 1
 #include "cuda/adamw_kernel.h"
 

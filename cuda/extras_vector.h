@@ -1,5 +1,5 @@
-/* What a step leaves behind of a round beside states, of AdamW's and of Muon's: from registers, between what was
- * stepped and its being written. */
+/* The extra outputs of a round, for the steps of AdamW and of Muon: computed from registers, after the step is computed
+ * and before its results are written. */
 #ifndef TX_CUDA_EXTRAS_VECTOR_H
 #define TX_CUDA_EXTRAS_VECTOR_H
 
@@ -7,9 +7,9 @@
 #include "cuda/extras_ema.h"
 #include "cuda/extras_health.h"
 
-/* A round of weights that were `before` and are to be `now`. written: to their block, by somebody else. ema_weight: 1 -
- * ema_decay. Every lane of the warp calls it. */
-static __device__ __forceinline__ void tx_leave_vector(const tx_entry_extras &x, const tx_here &here,
+/* Weights `before` become `now`. written: whether the block's weights were written externally. ema_weight: 1 -
+ * ema_decay. Every lane of the warp has to call it. */
+static __device__ __forceinline__ void tx_leave_vector(const tx_entry_extras &x, const tx_lane_elements &here,
                                                        const tx_ema_turn &turn, float ema_weight, bool written,
                                                        const tx_vector_weights &before, const tx_vector_weights &now,
                                                        const tx_dtype param, const tx_dtype master) {

@@ -1,4 +1,4 @@
-/* A lane's weights of a round and what they are rounded from, before the step and after it. */
+/* A lane's weights and masters of a round, before the step and after it. */
 #ifndef TX_CUDA_EXTRAS_WEIGHTS_H
 #define TX_CUDA_EXTRAS_WEIGHTS_H
 
@@ -6,7 +6,7 @@
 #include "csrc/math/weight_change.h"
 #include "cuda/vector_forms.h"
 
-/* As they are stored. Of weights beside fp32 masters only these are looked at. */
+/* As stored. With fp32 masters the weights are not read. */
 struct tx_vector_weights {
   const tx_raw *weight, *master;
 };
@@ -21,7 +21,7 @@ static __device__ __forceinline__ uint32_t tx_stored_master(const tx_vector_weig
   return master == TX_F32 ? (*w.master)[i] : tx_half((*w.master)[i / 2], i % 2);
 }
 
-/* The patterns of master and weight of element i (csrc/math/weight_change.h). */
+/* The patterns of the master and the weight of element i (csrc/math/weight_change.h). */
 static __device__ __forceinline__ uint32_t tx_master_bits(const tx_vector_weights &w, int i, const tx_dtype param,
                                                           const tx_dtype master) {
   return tx_master_pattern(tx_stored_weight(w, i, param, master), tx_stored_master(w, i, master), param, master);
@@ -31,7 +31,7 @@ static __device__ __forceinline__ uint32_t tx_weight_bits(const tx_vector_weight
   return tx_weight_pattern(tx_stored_weight(w, i, param, master), tx_stored_master(w, i, master), param, master);
 }
 
-/* The number that weight i is rounded from, of any pair. */
+/* The value that weight i is rounded from, for any pair of weight and remainder. */
 static __device__ __forceinline__ float tx_master_value(const tx_vector_weights &w, int i, const tx_dtype param,
                                                         const tx_dtype master) {
   if (master != TX_I16) return tx_f32_from_bits(tx_master_bits(w, i, param, master));

@@ -1,4 +1,4 @@
-/* The norm, the clip coefficient and found_inf, from statistics that never leave the device; see tx_grad_norm. */
+/* The norm, the clip coefficient and found_inf from statistics that stay on the device; see tx_grad_norm. */
 #include "csrc/math/norm.h"
 #include "cuda/launch.h"
 
@@ -13,7 +13,7 @@ struct arguments {
   double max_norm;
 };
 
-/* One value into a tensor of one element, F32 or F64, or none. */
+/* Stores a value in a tensor of one element, F32 or F64; nothing if it is "none". */
 __device__ __forceinline__ void set_float(tx_tensor tensor, double value) {
   const float narrow = (float)value;
   if (tensor.numel == 0) return;

@@ -17,15 +17,15 @@ struct entry {
 struct common {
   int64_t *stats;
   long long *first_bad; /* NULL: none */
-  int32_t ticket;       /* -1: not the call's last launch */
+  int32_t ticket;       /* -1: the launch is not the call's last one */
 };
 typedef tx_table<common, entry> table;
 
-/* Returns whether an element of the tile is not finite. */
+/* Returns whether the tile has an element that is not finite. */
 template <tx_dtype DTYPE>
 __device__ __forceinline__ bool add_tile(tx_warp_stats *stats, const entry &e, const tx_tile &tile) {
   constexpr int kBytes = DTYPE == TX_F32 ? 4 : 2;
-  tx_raw raw[TX_QUARTERS]; /* all of which are read before the first is looked at */
+  tx_raw raw[TX_QUARTERS]; /* all of them are read before the first is used */
   float x[TX_VECTOR];
 #pragma unroll
   for (int round = 0; round < TX_QUARTERS; round++) {
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(TX_BLOCK_THREADS) grad_stats(const __grid_cons
   tx_add_block_stats(stats, t.common.stats, t.common.ticket);
 }
 
-/* What remains of a call without elements. */
+/* For a call without elements, which still propagates the carries. */
 __global__ void carry(int64_t *stats) {
   if (threadIdx.x == 0) tx_carry_stats(stats);
 }

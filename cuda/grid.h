@@ -1,10 +1,10 @@
-/* Which elements a thread works on: index arithmetic alone, the same for every kernel, so that a host can prove that
- * each element of each tensor is visited exactly once (tests/cuda/grid_test.cc).
+/* Which elements a thread works on: pure index arithmetic, the same for every kernel, so that a test on the host can
+ * prove that each element of each tensor is visited exactly once (tests/cuda/grid_test.cc).
  *
- * A launch's tensors are each cut into tiles, numbered through; the last tile of a tensor may be short. Warp w of W, W
- * being all that were launched, takes tiles w, w + W, w + 2 W, ... A tile is walked over in rounds of TX_ROUND
- * elements, TX_VECTOR consecutive ones to a lane: 16 bytes of a 16-bit stream. So 16 neighbouring lanes hold a block of
- * 128, a round holds two, and four rounds hold the weights of a checksum. */
+ * Each tensor of a launch is cut into tiles, which are numbered across tensors; a tensor's last tile may be short. Warp
+ * w of the W warps launched works on tiles w, w + W, w + 2 W, ... It walks a tile in rounds of TX_ROUND elements,
+ * TX_VECTOR consecutive ones for each lane: 16 bytes of a 16-bit stream. So 16 neighbouring lanes hold a block of 128,
+ * a round holds two blocks, and four rounds hold the weights of a checksum. */
 #ifndef TX_CUDA_GRID_H
 #define TX_CUDA_GRID_H
 
@@ -14,13 +14,14 @@
 #define TX_VECTOR 8
 #define TX_ROUND (TX_WARP * TX_VECTOR)
 
-/* Tiles of a tensor. tile: a multiple of TX_ROUND. */
+/* The number of tiles of a tensor. tile: elements of a tile, a multiple of TX_ROUND. */
 TX_FN int64_t tx_tiles(int64_t numel, int64_t tile) {
   return (numel + tile - 1) / tile;
 }
 
-/* The tensor that has tile number `number`: the last i with first_tile[i] <= number. first_tile: ascending, n + 1 of
- * them, the last one the number of all tiles; number is below it. Tensors without elements have no tiles. */
+/* The tensor that tile `number` belongs to: the last i with first_tile[i] <= number. first_tile: n + 1 ascending
+ * numbers, of which the last is the number of all tiles, which `number` is below. Tensors without elements have no
+ * tiles. */
 TX_FN int32_t tx_tensor_of_tile(const int64_t *first_tile, int32_t n, int64_t number) {
   int32_t low = 0, high = n;
   while (high - low > 1) {
@@ -41,7 +42,7 @@ typedef struct tx_tile {
   int32_t count;
 } tx_tile;
 
-/* numels: stride bytes apart. */
+/* numels: each tensor's numel, `stride` bytes apart. */
 TX_FN tx_tile tx_tile_at(const int64_t *first_tile, int32_t n, int64_t number, int64_t tile, const void *numels,
                          int64_t stride) {
   tx_tile t;
@@ -53,8 +54,8 @@ TX_FN tx_tile tx_tile_at(const int64_t *first_tile, int32_t n, int64_t number, i
   return t;
 }
 
-/* A lane's elements in one round of a tile: [first, first + count) of the tile; count is TX_VECTOR but at the tensor's
- * end, where it may be 0. */
+/* A lane's elements in one round of a tile: [first, first + count) of the tile. count is TX_VECTOR, or less at the
+ * tensor's end, where it may be 0. */
 typedef struct tx_share {
   int32_t first;
   int32_t count;
@@ -69,8 +70,8 @@ TX_FN tx_share tx_share_of_tile(int32_t tile_count, int32_t round, uint32_t lane
   return tx_share_from(tile_count, round * TX_ROUND + (int32_t)lane * TX_VECTOR);
 }
 
-/* The same of a tile of TX_QUARTERS rounds, in another order: a lane has a quarter of one block, whose elements are
- * 32 (TX_QUARTER) apart from round to round, and four neighbouring lanes all of it. */
+/* The same for a tile of TX_QUARTERS rounds, in another order: four neighbouring lanes hold a block, each of them a
+ * quarter. A lane's elements are TX_QUARTER (32) apart from round to round. */
 #define TX_QUARTERS 4
 #define TX_QUARTER (TX_QUARTERS * TX_VECTOR)
 TX_FN tx_share tx_share_of_block(int32_t tile_count, int32_t round, uint32_t lane) {
@@ -78,7 +79,7 @@ TX_FN tx_share tx_share_of_block(int32_t tile_count, int32_t round, uint32_t lan
   return tx_share_from(tile_count, (block * TX_QUARTERS + round) * TX_QUARTER + at * TX_VECTOR);
 }
 
-/* Rounds of a tile; the same for all lanes, so that all of them come to every shuffle. */
+/* The number of rounds of a tile. It is the same for all lanes, so that all of them reach every shuffle. */
 TX_FN int32_t tx_rounds(int32_t tile_count) {
   return (tile_count + TX_ROUND - 1) / TX_ROUND;
 }

@@ -6,17 +6,17 @@
 
 namespace {
 
-/* Compute capabilities times 100, ascending: nvcc defines the list from what it was told to compile for. */
+/* Compute capabilities times 100, ascending: nvcc defines the list from its arguments. */
 constexpr int kArchitectures[] = {__CUDA_ARCH_LIST__};
 constexpr int kNewest = kArchitectures[sizeof kArchitectures / sizeof *kArchitectures - 1];
 constexpr int32_t kMaxDevices = 64;
 
-/* Set once a device was found fit; the number of its processors. */
-std::atomic<int32_t> fit[kMaxDevices];
+/* The number of SMs of each device that was found usable; 0: not checked yet. */
+std::atomic<int32_t> usable_sms[kMaxDevices];
 
-/* How many blocks of a kernel run at a time on a processor of each device; 0: not asked for yet. Rows are taken by the
- * first who asks for a kernel, for good; who finds none free asks every time. Whoever writes an entry writes the same.
- */
+/* A cache of how many blocks of a kernel can be resident on an SM of each device; 0: not known yet. The first query for
+ * a kernel claims a row, for good; if no row is free, the answer is not cached. All threads that write an entry write
+ * the same value. */
 struct occupancy {
   std::atomic<const void *> kernel;
   std::atomic<int32_t> blocks[kMaxDevices];
@@ -24,7 +24,7 @@ struct occupancy {
 constexpr int kMaxKernels = 64;
 occupancy occupancies[kMaxKernels];
 
-/* NULL where there is no room. */
+/* NULL if there is no room. */
 occupancy *occupancy_of(const void *kernel) {
   const size_t home = ((uintptr_t)kernel >> 4) % kMaxKernels;
   for (size_t i = 0; i < kMaxKernels; i++) {
@@ -37,7 +37,7 @@ occupancy *occupancy_of(const void *kernel) {
   return NULL;
 }
 
-/* Only its image is asked for: whether this library has one for the device. */
+/* Used only to query whether this library has machine code for the device. */
 __global__ void image_probe() {}
 
 void list_architectures(char *text, size_t size) {
@@ -49,8 +49,8 @@ void list_architectures(char *text, size_t size) {
   (void)snprintf(text + at, size - at, "and PTX of %d.%d", kNewest / 100, kNewest % 100 / 10);
 }
 
-/* Whether what was built runs on compute capability major.minor: the same major, no older minor; PTX of the
- * newest on everything newer. */
+/* Whether this library runs on compute capability major.minor: it has machine code for the same major version and no
+ * newer minor one, or its PTX is not newer than the device. */
 bool runs_on(int major, int minor) {
   for (const int architecture : kArchitectures)
     if (architecture / 100 == major && architecture % 100 / 10 <= minor) return true;
@@ -65,7 +65,7 @@ tx_status check_driver(tx_error *error) {
                    "there is no CUDA driver on this machine; this library was built with CUDA %d.%d and needs one that "
                    "runs it",
                    CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
-  /* A driver runs what was built with any minor version of its major one. */
+  /* A driver runs libraries built with any minor version of its major version. */
   if (driver / 1000 < CUDART_VERSION / 1000)
     return tx_fail(error, TX_ERROR_UNAVAILABLE,
                    "the driver runs CUDA %d.%d and this library was built with CUDA %d.%d; a driver for CUDA %d.0 or "
@@ -75,7 +75,7 @@ tx_status check_driver(tx_error *error) {
   return TX_OK;
 }
 
-/* Errors after which nothing runs on the device any more; whatever asks next is told of them. */
+/* Errors after which nothing runs on the device any more; every later call reports them. */
 bool is_fatal(cudaError_t error) {
   switch (error) {
     case cudaErrorIllegalAddress:
@@ -102,7 +102,7 @@ tx_status fail_of_earlier_work(cudaError_t left, tx_error *error) {
       cudaGetErrorName(left), cudaGetErrorString(left));
 }
 
-/* An error that is not fatal is told once: afterwards calls go on. */
+/* An error that is not fatal is reported once; later calls work again. */
 tx_status check_nothing_left(tx_error *error) {
   const cudaError_t left = cudaGetLastError();
   return left == cudaSuccess ? TX_OK : fail_of_earlier_work(left, error);
@@ -111,7 +111,7 @@ tx_status check_nothing_left(tx_error *error) {
 tx_status check_device(int32_t device, tx_error *error) {
   int n = 0, major = 0, minor = 0, processors = 0;
   char built[96];
-  if (device >= 0 && device < kMaxDevices && fit[device].load(std::memory_order_relaxed)) return TX_OK;
+  if (device >= 0 && device < kMaxDevices && usable_sms[device].load(std::memory_order_relaxed)) return TX_OK;
   TX_FORWARD(check_driver(error));
   const cudaError_t counted = cudaGetDeviceCount(&n);
   if (counted == cudaErrorNoDevice || (counted == cudaSuccess && n == 0))
@@ -129,24 +129,24 @@ tx_status check_device(int32_t device, tx_error *error) {
   if (!runs_on(major, minor))
     return tx_fail(error, TX_ERROR_UNAVAILABLE, "device %d is sm_%d%d; this library was built for %s", (int)device,
                    major, minor, built);
-  fit[device].store(processors, std::memory_order_relaxed);
+  usable_sms[device].store(processors, std::memory_order_relaxed);
   return TX_OK;
 }
 
-/* Note: a kernel is loaded when it is first asked for or launched. While somebody captures a graph in torch's mode,
- * "global", that may end the capture, of another thread's stream, too, unless the thread is relaxed about it; so it is
- * while a call is at work. A load puts nothing into the stream. */
+/* Note: a kernel is loaded when it is first queried or launched. If a thread captures a graph in torch's capture mode,
+ * "global", such a load may end the capture, even one on another thread's stream, unless the loading thread's mode is
+ * "relaxed". So a call switches its thread to "relaxed". A load adds nothing to the stream. */
 tx_status relax(cudaStreamCaptureMode *before, tx_error *error) {
   *before = cudaStreamCaptureModeRelaxed;
   return tx_cuda_answered(cudaThreadExchangeStreamCaptureMode(before), "exchanging the capture mode", error);
 }
 
-/* mode: what relax found. */
+/* mode: the one that relax() replaced. */
 void put_mode_back(cudaStreamCaptureMode mode) {
   (void)cudaThreadExchangeStreamCaptureMode(&mode);
 }
 
-/* Of the device that is current. */
+/* Checks that the current device can run this library's kernels. */
 tx_status look_for_kernels(tx_error *error) {
   cudaFuncAttributes attributes;
   cudaStreamCaptureMode mode;
@@ -164,7 +164,7 @@ uint32_t tx_cuda_version(void) {
 
 tx_status tx_cuda_answered(cudaError_t answer, const char *what, tx_error *error) {
   if (answer == cudaSuccess) return TX_OK;
-  (void)cudaGetLastError(); /* told here, so not left behind for the next caller of CUDA; a fatal one stays */
+  (void)cudaGetLastError(); /* so that the next caller of CUDA does not see it again; a fatal error stays */
   if (is_fatal(answer)) return fail_of_earlier_work(answer, error);
   return tx_fail(error, TX_ERROR_UNAVAILABLE, "%s failed with %s (%s)", what, cudaGetErrorName(answer),
                  cudaGetErrorString(answer));
@@ -214,7 +214,7 @@ tx_status tx_cuda_enter(const tx_cuda_call *call, tx_cuda_scope *scope, tx_error
   TX_FORWARD(tx_cuda_make_current(call->device, &scope->before, error));
   scope->stream = (cudaStream_t)call->stream;
   scope->device = call->device;
-  scope->processors = fit[call->device].load(std::memory_order_relaxed);
+  scope->processors = usable_sms[call->device].load(std::memory_order_relaxed);
   scope->capturing = 0;
   tx_status status = relax(&scope->mode, error);
   if (status != TX_OK) {

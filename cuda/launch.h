@@ -1,4 +1,4 @@
-/* Launching on the caller's stream: device, errors, the size of the grid. */
+/* Launching on the caller's stream: device, errors, grid size. */
 #ifndef TX_CUDA_LAUNCH_H
 #define TX_CUDA_LAUNCH_H
 
@@ -13,33 +13,35 @@ extern "C" {
 #define TX_BLOCK_THREADS 256
 #define TX_BLOCK_WARPS (TX_BLOCK_THREADS / TX_WARP)
 
-/* One call's hold on its device. */
+/* What a call has changed or found out about its device and stream, from tx_cuda_enter to tx_cuda_leave. */
 typedef struct tx_cuda_scope {
   cudaStream_t stream;
   int32_t device;
-  int32_t before;             /* the device that was current */
-  int32_t processors;         /* of the device */
-  int32_t capturing;          /* the stream is being captured */
-  cudaStreamCaptureMode mode; /* of the thread, before */
+  int32_t before;             /* the device that was current before */
+  int32_t processors;         /* the device's multiprocessors (SMs) */
+  int32_t capturing;          /* whether the stream is being captured */
+  cudaStreamCaptureMode mode; /* the thread's capture mode before */
 } tx_cuda_scope;
 
-/* Checks the call, its device and that no earlier work left an error; makes the device current. Ended by tx_cuda_leave
- * where it succeeds, which hands `status` on. */
+/* tx_cuda_enter checks the call, its device, and that no earlier work left an error; then it makes the device current
+ * and relaxes the thread's capture mode. If it succeeds, the caller has to call tx_cuda_leave, which restores both and
+ * returns `status`. */
 tx_status tx_cuda_enter(const tx_cuda_call *call, tx_cuda_scope *scope, tx_error *error);
 tx_status tx_cuda_leave(const tx_cuda_scope *scope, tx_status status);
 
-/* What a CUDA call answered, as ours; `what` was being done. */
+/* Converts the result of a CUDA call into a status. what: the operation, for the message. */
 tx_status tx_cuda_answered(cudaError_t answer, const char *what, tx_error *error);
 
-/* How many blocks are worth launching for `tiles` tiles: as many as run at a time (per_processor on each), or fewer
- * where there is not a tile for each warp. At least 1. */
+/* The number of blocks to launch for `tiles` tiles: as many as can be resident (per_processor on each SM), or fewer if
+ * there is not a tile for each warp. At least 1. */
 uint32_t tx_cuda_blocks(const tx_cuda_scope *scope, int64_t tiles, int32_t per_processor);
 
-/* How many blocks of `kernel` run at a time on a processor of the device; asked for once. `name`: of the work. */
+/* How many blocks of `kernel` can be resident on an SM of the device; cached. name: of the operation, for the
+ * message. */
 tx_status tx_cuda_blocks_per_processor(const tx_cuda_scope *scope, const void *kernel, int32_t *blocks,
                                        const char *name, tx_error *error);
 
-/* Launches one block of `threads` threads: what a single thread, or warp, has to do. */
+/* Launches a single block of `threads` threads, for work of one thread or warp. */
 template <class Arguments>
 static tx_status tx_cuda_launch_one(const tx_cuda_scope *scope, void (*kernel)(Arguments), const Arguments &arguments,
                                     uint32_t threads, const char *name, tx_error *error) {
@@ -50,7 +52,7 @@ static tx_status tx_cuda_launch_one(const tx_cuda_scope *scope, void (*kernel)(A
   return tx_cuda_answered(cudaLaunchKernelEx(&config, kernel, arguments), name, error);
 }
 
-/* Launches kernel(table) for all tiles of the table, at least one block. */
+/* Launches kernel(table) for all tiles of the table, with at least one block. */
 template <class Table>
 static tx_status tx_cuda_launch_always(const tx_cuda_scope *scope, void (*kernel)(Table), const Table &table,
                                        const char *name, tx_error *error) {
@@ -64,14 +66,14 @@ static tx_status tx_cuda_launch_always(const tx_cuda_scope *scope, void (*kernel
   return tx_cuda_answered(cudaLaunchKernelEx(&config, kernel, table), name, error);
 }
 
-/* The same, but nothing where there are no tiles. */
+/* tx_cuda_launch_always, but launches nothing if there are no tiles. */
 template <class Table>
 static tx_status tx_cuda_launch(const tx_cuda_scope *scope, void (*kernel)(Table), const Table &table, const char *name,
                                 tx_error *error) {
   return tx_table_tiles(table) == 0 ? TX_OK : tx_cuda_launch_always(scope, kernel, table, name, error);
 }
 
-/* The same, by the kernel for few tensors where they are few. */
+/* tx_cuda_launch, with the kernel for small tables if there are few tensors. */
 template <class Common, class Entry>
 static tx_status tx_cuda_launch_sized(const tx_cuda_scope *scope, void (*kernel)(tx_table<Common, Entry>),
                                       void (*kernel_for_few)(tx_small_table<Common, Entry>),
@@ -82,8 +84,8 @@ static tx_status tx_cuda_launch_sized(const tx_cuda_scope *scope, void (*kernel)
   return tx_cuda_launch(scope, kernel_for_few, small, name, error);
 }
 
-/* Fills tables with entry_of(0), ... entry_of(n - 1), those without elements left out, and launches each that is full
- * but the last, which is the caller's. launch: of *table. */
+/* Fills tables with entry_of(0), ... entry_of(n - 1), leaving out those without elements, and launches each full table
+ * by launch(), which has to launch *table. The last table is not launched; that is left to the caller. */
 template <class Common, class Entry, class EntryOf, class Launch>
 static tx_status tx_table_fill(tx_table<Common, Entry> *table, int64_t tile, int64_t n, const EntryOf &entry_of,
                                const Launch &launch) {
@@ -109,7 +111,7 @@ static __device__ __forceinline__ uint32_t tx_lane_id() {
   return threadIdx.x % TX_WARP;
 }
 
-/* body(entry, first, count) for every vector of the calling lane that has elements. */
+/* Calls body(entry, first, count) for every vector of the calling lane that has elements. */
 template <class Table, class Body>
 static __device__ __forceinline__ void tx_each_vector(const Table &t, const Body &body) {
   const int64_t tiles = tx_table_tiles(t);

@@ -1,4 +1,4 @@
-/* Muon's second pass: which launches a call is, and what it tells them. */
+/* Muon's second pass: its table entries, and the declaration of its variant with extra outputs. */
 #ifndef TX_CUDA_MUON_ENTRY_H
 #define TX_CUDA_MUON_ENTRY_H
 
@@ -10,7 +10,7 @@ extern "C" {
 #include "csrc/ops/tensor.h"
 }
 
-/* Elements [begin, end) of parameter i. */
+/* The entry of elements [begin, end) of parameter i. */
 static inline tx_muon_entry tx_muon_entry_of(const tx_muon_update_args *a, int64_t i, int64_t begin, int64_t end) {
   const tx_tensor master = tx_at_or_none(a->masters, i);
   const tx_meta meta = tx_meta_of(a->meta, i);
@@ -35,7 +35,7 @@ static inline tx_muon_rounding tx_muon_rounding_of(const tx_muon_update_args *a)
   return tx_muon_rounding{a->seed, a->weight_rounding};
 }
 
-/* Where the last element of row k of a->parts ends. */
+/* The end, in its parameter, of the matrix in row k of a->parts. */
 static inline int64_t tx_muon_part_end(const tx_muon_update_args *a, int64_t k) {
   const bool last = k + 1 == a->n_parts || a->parts[k + 1].tensor != a->parts[k].tensor;
   return last ? a->params[a->parts[k].tensor].numel : a->parts[k + 1].begin;
@@ -45,10 +45,9 @@ static inline tx_muon_rate_f32 tx_muon_rate_at(const tx_muon_update_args *a, int
   return tx_muon_rate_f32{(float)a->rates[k].lr, (float)a->rates[k].decay};
 }
 
-/* Where something is to be left behind beside states, of every parameter (muon_noted.cu): all but the counting of steps
- * and the checksums of what was stepped. Weights that others wrote to are taken over on the way where the call says so.
- */
-tx_status tx_muon_step_noted(const tx_cuda_scope *scope, const tx_muon_update_args *a, const tx_cuda_call *call,
-                             tx_error *error);
+/* Steps all parameters of a call with extra outputs (muon_noted.cu), but does not increment step counts or renew
+ * checksums afterwards. Resyncs the masters of externally written weights on the way, if the call asks for it. */
+tx_status tx_muon_step_with_extras(const tx_cuda_scope *scope, const tx_muon_update_args *a, const tx_cuda_call *call,
+                                   tx_error *error);
 
 #endif

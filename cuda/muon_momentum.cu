@@ -15,7 +15,7 @@ struct entry {
   int64_t numel;
   const void *grad;
   void *momentum, *work;
-  uint8_t *scales; /* NULL: momentum has none */
+  uint8_t *scales; /* NULL: the momentum has none */
   const void *step;
   int64_t id, start;
   uint8_t grad_dtype, momentum_dtype, work_dtype;
@@ -42,7 +42,7 @@ __device__ __forceinline__ void read_momentum(float (&m)[TX_VECTOR], const entry
   }
 }
 
-/* Every lane of the warp calls it. */
+/* Every lane of the warp has to call it. */
 __device__ __forceinline__ void write_momentum(const float (&m)[TX_VECTOR], const entry &e, const tx_noise &noise,
                                                int32_t rounding, int64_t first, int32_t count) {
   tx_raw raw;
@@ -81,7 +81,7 @@ __device__ __forceinline__ void average(const tx_muon_constants &c, const entry 
 #pragma unroll
   for (int i = 0; i < TX_VECTOR; i++) {
     const tx_muon_moments r = tx_muon_average(c, g[i], m[i], all.nesterov);
-    m[i] = i < count ? r.m : 0.0f; /* what is behind the end is not in a block's largest */
+    m[i] = i < count ? r.m : 0.0f; /* so that elements beyond the end do not count in a block's amax */
     u[i] = r.u;
   }
   write_momentum(m, e, noise, all.rounding, first, count);

@@ -1,7 +1,8 @@
-/* Muon's second pass on the device where it leaves something behind beside states: changes, averages, health.
+/* Muon's second pass on the device with extra outputs: changes, EMA, health.
  *
- * What it leaves lies in bits of bytes and in blocks, which matrices share that begin anywhere. So an entry is a
- * parameter, or a piece of it that begins at a checksum's block, and the rates of its matrices are looked up. */
+ * The extra outputs are stored in bits of bytes and by block, which several matrices can share, since a matrix may
+ * begin anywhere. So an entry is a whole parameter, or a piece of it that begins at a checksum's block, and the rates
+ * of its matrices are looked up. */
 #include "csrc/math/weight_change.h"
 #include "cuda/external_writes_notes.h"
 #include "cuda/extras_entry.h"
@@ -11,36 +12,36 @@
 
 namespace {
 
-/* Matrices one behind the other that have the same rate, from an entry's element `begin` on. */
+/* Consecutive matrices with the same rate. begin: the first one's first element, in the entry. */
 struct run {
   int64_t begin;
   tx_muon_rate_f32 rate;
 };
 
 struct entry : tx_muon_entry {
-  const void *checksums; /* beside remainders; NULL: none */
+  const void *checksums; /* of blocks with remainders; NULL: none */
   int32_t first_run, n_runs;
   tx_entry_extras extras;
 };
 
-#define TX_RUNS TX_CHECKSUM /* so that a block of matrices of one element has room */
+#define TX_RUNS TX_CHECKSUM /* so that a checksum's block of matrices of one element each fits */
 struct common {
   tx_muon_rounding rounding;
   float ema_weight; /* 1 - ema_decay */
   int64_t ema_every;
-  unsigned long long *resynced; /* NULL: nobody counts */
-  int32_t resyncs;              /* remainders of blocks whose checksum is another are dropped */
+  unsigned long long *resynced; /* NULL: not wanted */
+  int32_t resyncs;              /* whether remainders of blocks with a changed checksum are dropped */
   int32_t n_runs;
   run runs[TX_RUNS];
 };
 typedef tx_table<common, entry> table;
 static_assert(table::kCapacity >= 64, "a model of 64 matrices is one launch");
 
-/* -- on the device ------------------------------------------------------------------------------------------------- */
+/* -- on the device ------------------------------------------------------------------------------------------------ */
 
 struct rates_of_runs {
   const run *runs;
-  int64_t first; /* the element that of(0) is asked for */
+  int64_t first; /* the element that of(0) stands for */
   int32_t n, at;
 
   __device__ __forceinline__ rates_of_runs(const table &t, const entry &e, int64_t element)
@@ -61,7 +62,7 @@ struct rates_of_runs {
   }
 };
 
-/* Whether somebody else wrote to the weights of a tile, beside remainders. Every lane of the warp calls it. */
+/* Whether a tile with remainders was written externally. Every lane of the warp has to call it. */
 __device__ __forceinline__ bool is_written(const entry &e, const tx_tile &tile) {
   if (e.master_dtype != TX_I16 || !e.checksums) return false;
   const void *const at = (const char *)e.checksums + tile.begin / TX_CHECKSUM * 8;
@@ -69,13 +70,13 @@ __device__ __forceinline__ bool is_written(const entry &e, const tx_tile &tile) 
   return tx_checksum_differs(at, tx_checksum_of(weights, e.param_alignment, tile.count, tx_lane_id()));
 }
 
-/* Returns how many weights are in a block of remainders that was dropped. */
+/* Returns how many weights are in a block whose remainders were dropped. */
 __device__ __forceinline__ int64_t step_tile(const table &t, const tx_tile &tile, const tx_ema_turn &turn) {
   const entry &e = t.entries[tile.tensor];
   const bool written = is_written(e, tile), drops = written && t.common.resyncs;
   for (int32_t round = 0; round < tx_rounds(tile.count); round++) {
     const tx_share share = tx_share_of_tile(tile.count, round, tx_lane_id());
-    const tx_here here = {tile.begin + share.first, share.count, 0, false};
+    const tx_lane_elements here = {tile.begin + share.first, share.count, 0, false};
     tx_muon_stored was = {}, is = {};
     rates_of_runs rates(t, e, here.first);
     tx_muon_read(was, e, here.first, here.count);
@@ -117,26 +118,25 @@ __global__ void __launch_bounds__(TX_BLOCK_THREADS) update(const __grid_constant
   if (tx_lane_id() == 0) tx_count(t.common.resynced, resynced);
 }
 
-/* -- fp32 masters beside weights that others wrote to ---------------------------------------------------------------
- */
+/* -- fp32 masters of weights that were written externally --------------------------------------------------------- */
 
 struct bounds {
   int64_t numel;
-  void *moved;                          /* NULL: nobody asked */
-  const unsigned long long *taken_over; /* masters that became their weights */
+  void *moved;                                /* NULL: not wanted */
+  const unsigned long long *resynced_masters; /* how many masters became their weights */
 };
 struct counter {
   unsigned long long *resynced;
 };
 typedef tx_table<counter, bounds> bounds_table;
 
-/* How far weights of a parameter went of which masters were taken over, nobody knows. */
+/* Marks parameters whose masters were resynced: it is unknown how far their weights moved. */
 __global__ void __launch_bounds__(TX_BLOCK_THREADS) mark_moved(const __grid_constant__ bounds_table t) {
   const int64_t tiles = tx_table_tiles(t);
   for (int64_t number = tx_first_tile(); number < tiles; number += tx_tile_step()) {
     const tx_tile tile = tx_table_tile(t, number);
     const bounds &b = t.entries[tile.tensor];
-    const unsigned long long count = *b.taken_over;
+    const unsigned long long count = *b.resynced_masters;
     if (tile.begin == 0 && tx_lane_id() == 0) tx_count(t.common.resynced, (int64_t)count);
     for (int32_t i = (int32_t)tx_lane_id(); b.moved && count && i < tile.count; i += TX_WARP)
       tx_write_value((char *)b.moved + 2 * (tile.begin + i), TX_MOVED_ANYHOW);
@@ -157,29 +157,29 @@ tx_status mark_all(const tx_cuda_scope *scope, const tx_muon_update_args *a, con
   return launch();
 }
 
-tx_status take_over(const tx_cuda_scope *scope, const tx_muon_update_args *a, const tx_cuda_call *call,
-                    unsigned long long *resynced, tx_error *error) {
+tx_status resync_written(const tx_cuda_scope *scope, const tx_muon_update_args *a, const tx_cuda_call *call,
+                         unsigned long long *resynced, tx_error *error) {
   const tx_external_lists lists = {a->n, a->params, a->masters, a->checksums};
   tx_external_notes notes;
   if (!tx_external_has_any(lists, TX_F32)) return TX_OK;
   TX_FORWARD(tx_external_check_workspace(call, a->n, "looking at fp32 masters", error));
   TX_FORWARD(tx_external_notes_begin(scope, call, a->n, &notes, error));
-  TX_FORWARD(tx_external_look_at_samples(scope, lists, &notes, TX_CHECKSUM_RESYNC, error));
+  TX_FORWARD(tx_external_compare_samples(scope, lists, &notes, TX_CHECKSUM_RESYNC, error));
   TX_FORWARD(
       tx_resync_masters(scope, a->n, a->params, a->masters, TX_RESYNC_STALE, notes.suspect, notes.counts, 1, error));
   return mark_all(scope, a, notes, resynced, error);
 }
 
-/* -- the call -------------------------------------------------------------------------------------------------------
- */
+/* -- the call ----------------------------------------------------------------------------------------------------- */
 
 void begin(table *t) {
   t->common.n_runs = 0;
   tx_table_begin(t, TX_CHECKSUM);
 }
 
-/* A piece of parameter i from element `begin` on, which is in row *k of a->parts, as far as there is room for its runs;
- * returns where it ends: at a checksum's block or the parameter's end. *k becomes the row that this is in. */
+/* Adds a piece of parameter i from element `begin` on, as long as there is room for its runs. Returns where it ends: at
+ * a checksum's block or at the parameter's end. *k: the row of a->parts that `begin` is in; becomes the row of the
+ * end. */
 int64_t add_piece(table *t, const tx_muon_update_args *a, const tx_left_behind &left, int64_t i, int64_t begin,
                   int64_t *k) {
   common *const c = &t->common;
@@ -210,8 +210,8 @@ int64_t add_piece(table *t, const tx_muon_update_args *a, const tx_left_behind &
 
 }  // namespace
 
-tx_status tx_muon_step_noted(const tx_cuda_scope *scope, const tx_muon_update_args *a, const tx_cuda_call *call,
-                             tx_error *error) {
+tx_status tx_muon_step_with_extras(const tx_cuda_scope *scope, const tx_muon_update_args *a, const tx_cuda_call *call,
+                                   tx_error *error) {
   static const char name[] = "Muon's update";
   const tx_left_behind left = TX_LEFT_BEHIND_OF(a);
   table t;
@@ -220,7 +220,7 @@ tx_status tx_muon_step_noted(const tx_cuda_scope *scope, const tx_muon_update_ar
   t.common.ema_every = a->ema_every;
   t.common.resynced = (unsigned long long *)(a->resynced.numel ? a->resynced.data : NULL);
   t.common.resyncs = a->on_external_write == TX_EXTERNAL_RESYNC;
-  if (t.common.resyncs) TX_FORWARD(take_over(scope, a, call, t.common.resynced, error));
+  if (t.common.resyncs) TX_FORWARD(resync_written(scope, a, call, t.common.resynced, error));
   begin(&t);
   for (int64_t k = 0; k < a->n_parts;) {
     const int64_t i = a->parts[k].tensor, numel = a->params[i].numel;

@@ -1,4 +1,4 @@
-/* Muon's second pass on the device; see tx_muon_update. A matrix is an entry of its own: it has its own rate, and may
+/* Muon's second pass on the device; see tx_muon_update. Each matrix is an entry, since it has its own rate and may
  * begin anywhere. */
 #include "cuda/external_writes_notes.h"
 #include "cuda/extras_entry.h"
@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(TX_BLOCK_THREADS) update(const __grid_constant
   });
 }
 
-/* -- counting steps, when everybody has read them ----------------------------------------------------------------- */
+/* -- counting steps, after every kernel has read them ------------------------------------------------------------- */
 
 #define TX_COUNTED 512
 struct counted {
@@ -44,7 +44,7 @@ tx_status count_steps(const tx_cuda_scope *scope, const tx_muon_update_args *a, 
   return TX_OK;
 }
 
-/* -- the call ------------------------------------------------------------------------------------------------------ */
+/* -- the call ----------------------------------------------------------------------------------------------------- */
 
 tx_status step_all(const tx_cuda_scope *scope, const tx_muon_update_args *a, tx_error *error) {
   static const char name[] = "Muon's update";
@@ -62,13 +62,13 @@ tx_status step_all(const tx_cuda_scope *scope, const tx_muon_update_args *a, tx_
   return launch();
 }
 
-/* Weights that others wrote to, and the step. */
+/* Resyncs the masters of externally written weights if the call asks for it, and steps. */
 tx_status step(const tx_cuda_scope *scope, const tx_muon_update_args *a, const tx_external_lists &lists,
                const tx_cuda_call *call, tx_error *error) {
   unsigned long long *const resynced = (unsigned long long *)(a->resynced.numel ? a->resynced.data : NULL);
   const tx_left_behind left = TX_LEFT_BEHIND_OF(a);
   for (int64_t i = 0; i < a->n; i++)
-    if (tx_has_extras(left, i)) return tx_muon_step_noted(scope, a, call, error);
+    if (tx_has_extras(left, i)) return tx_muon_step_with_extras(scope, a, call, error);
   if (a->on_external_write == TX_EXTERNAL_RESYNC)
     TX_FORWARD(tx_external_checksum(scope, lists, TX_CHECKSUM_RESYNC, resynced, 0, call, error));
   return step_all(scope, a, error);

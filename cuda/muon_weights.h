@@ -1,4 +1,4 @@
-/* A lane's vector of weights in Muon's second pass: as it is stored, stepped, and rounded into what is stored. */
+/* A lane's vector of weights in Muon's second pass: reading, stepping, rounding, writing. */
 #ifndef TX_CUDA_MUON_WEIGHTS_H
 #define TX_CUDA_MUON_WEIGHTS_H
 
@@ -6,10 +6,10 @@
 #include "cuda/device_scalars.h"
 #include "cuda/remainder_vector.h"
 
-/* Weights that lie one behind the other, with what steps them. */
+/* Consecutive weights and what their step needs. */
 struct tx_muon_entry {
   int64_t numel;
-  void *param, *master; /* NULL: there is none */
+  void *param, *master; /* master: NULL for none */
   const void *update, *step;
   int64_t id, start;
   uint8_t param_dtype, master_dtype, update_dtype;
@@ -18,20 +18,20 @@ struct tx_muon_entry {
 
 struct tx_muon_rounding {
   uint64_t seed;
-  int32_t weights; /* tx_rounding of 16-bit ones without a master */
+  int32_t weights; /* tx_rounding of 16-bit weights without a master */
 };
 
 struct tx_muon_rate_f32 {
   float lr, decay;
 };
 
-/* The same for a whole vector. */
+/* One rate for a whole vector. */
 struct tx_muon_one_rate {
   tx_muon_rate_f32 rate;
   __device__ __forceinline__ tx_muon_rate_f32 of(int) const { return rate; }
 };
 
-/* The weight is not looked at beside an fp32 master. */
+/* As stored. With an fp32 master the weight is not read. */
 struct tx_muon_stored {
   tx_raw weight, master;
 };
@@ -49,7 +49,7 @@ static __device__ __forceinline__ void tx_muon_write(const tx_muon_stored &s, co
   if (e.master) tx_write_raw(s.master, e.master, e.master_dtype == TX_F32 ? 4 : 2, e.master_alignment, first, count);
 }
 
-/* The numbers that weights are rounded from. */
+/* The values that weights are rounded from. */
 static __device__ __forceinline__ void tx_muon_values(float (&p)[TX_VECTOR], const tx_muon_stored &s,
                                                       const tx_muon_entry &e) {
   if (e.master_dtype == TX_I16) {
@@ -86,7 +86,8 @@ static __device__ __forceinline__ void tx_muon_store(tx_muon_stored &to, const f
   }
 }
 
-/* Elements [first, first + count) of the entry, stepped. rates.of(i): of the i-th, asked for in their order. */
+/* Steps elements [first, first + count) of the entry. rates.of(i): the rate of the vector's i-th element, called in
+ * ascending order of i. */
 template <class Rates>
 static __device__ __forceinline__ void tx_muon_step_vector(tx_muon_stored &to, const tx_muon_stored &from,
                                                            const tx_muon_entry &e, const tx_muon_rounding &rounding,

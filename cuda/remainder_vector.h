@@ -1,4 +1,4 @@
-/* fp32 masters between a thread's registers and memory, where they are bf16 weights and the 16 bits that these lack. */
+/* Reads and writes fp32 masters that are stored as bf16 weights and 16-bit remainders. */
 #ifndef TX_CUDA_REMAINDER_VECTOR_H
 #define TX_CUDA_REMAINDER_VECTOR_H
 

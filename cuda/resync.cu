@@ -1,4 +1,4 @@
-/* tx_cuda_master_resync, and its pass for a step. */
+/* tx_cuda_master_resync, and its kernel for use in a step. */
 #include "cuda/device_scalars.h"
 #include "cuda/external_writes_notes.h"
 #include "cuda/last_block.h"

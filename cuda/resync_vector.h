@@ -1,4 +1,4 @@
-/* TX_VECTOR fp32 masters against the 16-bit weights beside them; see tx_master_resync. */
+/* Compares TX_VECTOR fp32 masters with their 16-bit weights and resyncs them; see tx_master_resync. */
 #ifndef TX_CUDA_RESYNC_VECTOR_H
 #define TX_CUDA_RESYNC_VECTOR_H
 
@@ -13,8 +13,8 @@ struct tx_masters {
   uint32_t param_alignment, master_alignment;
 };
 
-/* How many of elements [first, first + count) differ from what they are to become. A lane writes where one of its
- * does, and only where mode is not TX_RESYNC_COUNT. */
+/* Resyncs elements [first, first + count). Returns how many masters change. Writes nothing if none of the lane's does,
+ * or if mode is TX_RESYNC_COUNT. */
 static __device__ __forceinline__ int32_t tx_resync_vector(const tx_masters &e, int64_t first, int32_t count,
                                                            int32_t mode) {
   uint32_t masters[TX_VECTOR_WORDS(4)], weights[TX_VECTOR_WORDS(2)];

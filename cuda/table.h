@@ -1,26 +1,26 @@
-/* The tensors of one launch, by value: a kernel parameter of up to 32 KiB, so that a launch needs no memory of its own,
- * nothing is copied beforehand, and a captured graph owns its tables. */
+/* The table of a launch's tensors, passed by value: a kernel parameter of up to 32 KiB. So a launch needs no memory of
+ * its own and no copy beforehand, and a captured graph owns its tables. */
 #ifndef TX_CUDA_TABLE_H
 #define TX_CUDA_TABLE_H
 
 #include "cuda/grid.h"
 
-/* What a kernel's parameters may take from CUDA 12.1 on, on sm_70 and newer. */
+/* The limit for a kernel's parameters from CUDA 12.1 on, on sm_70 and newer. */
 #define TX_PARAMETER_BYTES 32764
 
-/* As many entries as there is room for. */
+/* How many entries fit into a kernel parameter. */
 template <class Common, class Entry>
 constexpr int32_t tx_table_room = (int32_t)((TX_PARAMETER_BYTES - sizeof(Common) - 4 * sizeof(int64_t)) /
                                             (sizeof(Entry) + sizeof(int64_t)));
 
-/* Entry: what a kernel knows of one tensor; has a field `int64_t numel`. Common: of all of them.
+/* Entry: what a kernel knows of one tensor; it has a field `int64_t numel`. Common: what it knows of the whole launch.
  * Filled in by tx_table_begin and tx_table_add. */
 template <class Common, class Entry, int32_t CAPACITY = tx_table_room<Common, Entry>>
 struct tx_table {
   typedef Entry entry;
   static constexpr int32_t kCapacity = CAPACITY;
   Common common;
-  int64_t tile; /* elements of a whole tile; a multiple of TX_ROUND */
+  int64_t tile; /* elements of a full tile; a multiple of TX_ROUND */
   int32_t n;
   int32_t reserved;
   int64_t first_tile[kCapacity + 1];
@@ -46,7 +46,7 @@ static inline bool tx_table_append(tx_table<Common, Entry> *table, const Entry &
   return true;
 }
 
-/* The same, but entries without elements take no room. */
+/* tx_table_append, but entries without elements take no room. */
 template <class Common, class Entry>
 static inline bool tx_table_add(tx_table<Common, Entry> *table, const Entry &entry) {
   return entry.numel == 0 || tx_table_append(table, entry);
@@ -62,13 +62,13 @@ TX_FN tx_tile tx_table_tile(const tx_table<Common, Entry, CAPACITY> &table, int6
   return tx_tile_at(table.first_tile, table.n, number, table.tile, &table.entries[0].numel, sizeof(Entry));
 }
 
-/* Of calls with few tensors: 32 KiB of parameters take the host and the device some microseconds, for one tensor, too.
- */
+/* A table for few tensors: passing 32 KiB of parameters takes host and device some microseconds, even for one
+ * tensor. */
 #define TX_FEW 16
 template <class Common, class Entry>
 using tx_small_table = tx_table<Common, Entry, TX_FEW>;
 
-/* table.n is at most TX_FEW. */
+/* Copies a table of at most TX_FEW entries. */
 template <class Common, class Entry>
 static inline void tx_table_shrink(tx_small_table<Common, Entry> *small, const tx_table<Common, Entry> &table) {
   small->common = table.common;

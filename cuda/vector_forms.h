@@ -1,6 +1,6 @@
-/* The forms of csrc/core/forms.def between memory and a thread's registers, TX_VECTOR elements to a lane. A block of
- * TX_BLOCK is held by 16 neighbouring lanes (grid.h), which find its scale together: where a function below says so,
- * every lane of the warp must call it, also one beyond the tensor's end. */
+/* Converts the forms of csrc/core/forms.def to and from fp32 in a thread's registers, TX_VECTOR elements per lane. 16
+ * neighbouring lanes hold a block of TX_BLOCK (grid.h) and compute its scale together. So where a comment below says
+ * so, every lane of the warp has to call the function, also a lane beyond the tensor's end. */
 #ifndef TX_CUDA_VECTOR_FORMS_H
 #define TX_CUDA_VECTOR_FORMS_H
 
@@ -11,9 +11,9 @@
 /* Lanes that hold one block. */
 #define TX_BLOCK_LANES (TX_BLOCK / TX_VECTOR)
 
-/* -- as stored --------------------------------------------------------------------------------------------------- */
+/* -- as stored ---------------------------------------------------------------------------------------------------- */
 
-/* A vector of elements of any dtype as it lies in memory: its first TX_VECTOR_WORDS(bytes) words. */
+/* A vector of elements of any dtype, as stored: its first TX_VECTOR_WORDS(bytes) words. */
 typedef uint32_t tx_raw[TX_VECTOR_WORDS(4)];
 
 template <int BYTES>
@@ -35,7 +35,8 @@ static __device__ __forceinline__ void tx_write_raw_of(const tx_raw &raw, void *
   tx_write_vector<BYTES>(words, to, alignment, count);
 }
 
-/* Elements [first, first + count) of a stream of elements of `bytes` bytes (1, 2 or 4); zeros behind them. */
+/* Reads elements [first, first + count) of a stream whose elements have `bytes` bytes (1, 2 or 4); the rest of the
+ * vector becomes zeros. */
 static __device__ __forceinline__ void tx_read_raw(tx_raw &raw, const void *data, const int bytes, uint32_t alignment,
                                                    int64_t first, int32_t count) {
   const char *from = (const char *)data + bytes * first;
@@ -60,12 +61,12 @@ static __device__ __forceinline__ void tx_write_raw(const tx_raw &raw, void *dat
   }
 }
 
-/* Element i of a vector of bytes, or of halves. */
+/* Element i of a vector of 8-bit or 16-bit elements. */
 static __device__ __forceinline__ uint32_t tx_raw_code(const tx_raw &raw, int i, const tx_dtype dtype) {
   return dtype == TX_U8 ? raw[i / 4] >> (8 * (i % 4)) & 0xffu : tx_half(raw[i / 2], i % 2);
 }
 
-/* A vector of codes, each below 2^8 or 2^16. */
+/* Packs codes, each below 2^8 or 2^16, into a vector. */
 static __device__ __forceinline__ void tx_join_codes(tx_raw &raw, const uint32_t (&codes)[TX_VECTOR],
                                                      const tx_dtype dtype) {
   constexpr int kHalf = TX_VECTOR / 2;
@@ -78,9 +79,9 @@ static __device__ __forceinline__ void tx_join_codes(tx_raw &raw, const uint32_t
     raw[i] = codes[4 * i] | codes[4 * i + 1] << 8 | codes[4 * i + 2] << 16 | codes[4 * i + 3] << 24;
 }
 
-/* -- plain ------------------------------------------------------------------------------------------------------- */
+/* -- plain -------------------------------------------------------------------------------------------------------- */
 
-/* dtype: TX_F32, TX_BF16 or TX_F16, mostly known when the kernel is compiled, as everywhere below. */
+/* dtype: TX_F32, TX_BF16 or TX_F16; here and below mostly a compile-time constant. */
 static __device__ __forceinline__ void tx_plain_floats(float (&x)[TX_VECTOR], const tx_raw &raw, const tx_dtype dtype) {
 #pragma unroll
   for (int i = 0; i < TX_VECTOR; i++) {
@@ -93,8 +94,8 @@ static __device__ __forceinline__ void tx_plain_floats(float (&x)[TX_VECTOR], co
   }
 }
 
-/* The thresholds of elements at, at + 1, ... of the noise's stream, the upper half `gap` elements further; without
- * meaning where it is to nearest. */
+/* The thresholds of elements at, at + 1, ...; those of the vector's upper half are `gap` elements further. Undefined
+ * when rounding to nearest. */
 static __device__ __forceinline__ void tx_thresholds(uint32_t (&u)[TX_VECTOR], tx_noise noise, uint32_t at,
                                                      uint32_t gap, int32_t rounding) {
   if (rounding == TX_STOCHASTIC) {
@@ -109,7 +110,7 @@ static __device__ __forceinline__ void tx_thresholds(uint32_t (&u)[TX_VECTOR], t
         tx_threshold(noise, i < TX_VECTOR / 2 ? at : at + gap, (uint32_t)i, tx_dithered(0, (uint32_t)i), TX_DITHERED);
 }
 
-/* rounded: by thresholds u, else to nearest. */
+/* Converts x to what is stored. rounded: by thresholds u, else to nearest. */
 static __device__ __forceinline__ void tx_plain_raw(tx_raw &raw, const float (&x)[TX_VECTOR],
                                                     const uint32_t (&u)[TX_VECTOR], int rounded, const tx_dtype dtype) {
   if (dtype == TX_F32) {
@@ -130,9 +131,9 @@ static __device__ __forceinline__ void tx_plain_raw(tx_raw &raw, const float (&x
   tx_join_codes(raw, halves, dtype);
 }
 
-/* -- with block scales ------------------------------------------------------------------------------------------- */
+/* -- with block scales -------------------------------------------------------------------------------------------- */
 
-/* The values of a vector of codes under their block's scale byte, exactly: sqrt(v) in a sqrt format. */
+/* The exact values of a vector of codes with their block's scale byte; sqrt(v) in a sqrt format. */
 static __device__ __forceinline__ void tx_block_values(float (&x)[TX_VECTOR], const tx_raw &raw, uint8_t scale,
                                                        const tx_dtype dtype, const tx_format format) {
   const tx_block_format f = tx_block_format_of(dtype, format);
@@ -142,7 +143,7 @@ static __device__ __forceinline__ void tx_block_values(float (&x)[TX_VECTOR], co
     x[i] = tx_block_value(f, tx_raw_code(raw, i, dtype), decoded);
 }
 
-/* What the codes stand for: v in a sqrt format; one NaN for all. */
+/* The values that the codes represent: v in a sqrt format. Every NaN becomes the one quiet NaN. */
 static __device__ __forceinline__ void tx_scaled_floats(float (&x)[TX_VECTOR], const tx_raw &raw, uint8_t scale,
                                                         const tx_dtype dtype, const tx_format format) {
   tx_block_values(x, raw, scale, dtype, format);
@@ -151,7 +152,7 @@ static __device__ __forceinline__ void tx_scaled_floats(float (&x)[TX_VECTOR], c
     x[i] = tx_one_nan(format == TX_FORMAT_SQRT ? x[i] * x[i] : x[i]);
 }
 
-/* The largest of the block's lanes, in all of them. Every lane of the warp calls it. */
+/* The largest x of the block's lanes, in all of them. Every lane of the warp has to call it. */
 static __device__ __forceinline__ int32_t tx_block_largest(int32_t x) {
 #pragma unroll
   for (int by = TX_BLOCK_LANES / 2; by > 0; by /= 2) {
@@ -161,8 +162,8 @@ static __device__ __forceinline__ int32_t tx_block_largest(int32_t x) {
   return x;
 }
 
-/* x as codes: sqrt(v) for a sqrt format; zeros behind the tensor's end. rounded: by thresholds u, else to nearest.
- * Returns the block's scale byte, in all its lanes. Every lane of the warp calls it. */
+/* Encodes x; x is sqrt(v) in a sqrt format, and 0 beyond the tensor's end. rounded: by thresholds u, else to nearest.
+ * Returns the block's scale byte in all its lanes. Every lane of the warp has to call it. */
 static __device__ __forceinline__ uint8_t tx_encode_block(tx_raw &raw, const float (&x)[TX_VECTOR],
                                                           const uint32_t (&u)[TX_VECTOR], int rounded,
                                                           const tx_dtype dtype, const tx_format format) {
@@ -183,8 +184,8 @@ static __device__ __forceinline__ uint8_t tx_encode_block(tx_raw &raw, const flo
   return tx_block_scale_byte(plan, doubling);
 }
 
-/* The byte beside the block that begins with element `first`, by the one lane that has that element. scales: of the
- * stream's first block. */
+/* Writes the scale byte of a block, from the lane that has the block's first element. first: that lane's first element.
+ * scales: of the stream's first block. */
 static __device__ __forceinline__ void tx_write_scale(uint8_t *scales, uint8_t scale, int64_t first, int32_t count) {
   if (first % TX_BLOCK == 0 && count > 0) scales[first / TX_BLOCK] = scale;
 }

@@ -1,7 +1,9 @@
-/* TX_VECTOR consecutive elements of a stream, between memory and a thread's registers.
+/* Copies vectors of TX_VECTOR consecutive elements of a stream (a tensor that a kernel reads or writes) between memory
+ * and a thread's registers.
  *
- * Whole vectors move in the widest words that the stream's alignment allows, 16 bytes nearly always; a tensor's last
- * elements one by one. Streams carry their alignment with them (tx_alignment_of), the same for all their vectors. */
+ * Whole vectors are copied in the widest words that the stream's alignment allows, nearly always 16 bytes; a tensor's
+ * last elements one by one. A stream's alignment (tx_alignment_of) is passed along with it and holds for all its
+ * vectors. */
 #ifndef TX_CUDA_VECTORS_H
 #define TX_CUDA_VECTORS_H
 
@@ -11,10 +13,10 @@
 #include "csrc/torch_ext.h"
 #include "cuda/grid.h"
 
-/* 32-bit words of a vector of elements of `bytes` bytes, and the vector itself. */
+/* The number of 32-bit words that a vector of elements of `bytes` bytes takes. */
 #define TX_VECTOR_WORDS(bytes) (TX_VECTOR * (bytes) / 4)
 
-/* The largest power of two, at most 16, that `address` is a multiple of. */
+/* The largest power of two, at most 16, that divides `address`. */
 TX_FN uint32_t tx_alignment_of(const void *address) {
   const uint32_t low = (uint32_t)((uintptr_t)address & 15u);
   return low == 0u ? 16u : low & (0u - low);
@@ -27,7 +29,8 @@ static __device__ __forceinline__ void tx_move_words(void *to, const void *from,
     ((Word *)to)[i] = ((const Word *)from)[i];
 }
 
-/* The vector of elements of BYTES bytes at `from`. count: of them that exist; the others read as zeros. */
+/* Reads the vector of elements of BYTES bytes at `from`. Only the first `count` elements exist; the others become
+ * zeros. */
 template <int BYTES>
 static __device__ __forceinline__ void tx_read_vector(uint32_t (&words)[TX_VECTOR_WORDS(BYTES)], const void *from,
                                                       uint32_t alignment, int32_t count) {
@@ -67,7 +70,7 @@ static __device__ __forceinline__ void tx_read_vector(uint32_t (&words)[TX_VECTO
   memcpy(words, narrow, kAll);
 }
 
-/* The first `count` elements of the vector to memory. */
+/* Writes the first `count` elements of the vector. */
 template <int BYTES>
 static __device__ __forceinline__ void tx_write_vector(const uint32_t (&words)[TX_VECTOR_WORDS(BYTES)], void *to,
                                                        uint32_t alignment, int32_t count) {
@@ -107,13 +110,13 @@ static __device__ __forceinline__ void tx_write_vector(const uint32_t (&words)[T
     if (i < count * BYTES) ((uint8_t *)to)[i] = narrow[i];
 }
 
-/* Half h of word w: the 16-bit element 2 * w + h. */
+/* Half h of a word: of word w of a vector, that is the 16-bit element 2 * w + h. */
 static __device__ __forceinline__ uint32_t tx_half(uint32_t word, int h) {
   return h ? word >> 16 : word & 0xffffu;
 }
 
-/* x: elements [first, first + count) of a stream as fp32, zeros behind them. dtype: TX_F32, TX_BF16 or TX_F16, mostly
- * known when the kernel is compiled. */
+/* Reads elements [first, first + count) of a stream as fp32; the rest of x becomes zeros. dtype: TX_F32, TX_BF16 or
+ * TX_F16, mostly a compile-time constant. */
 static __device__ __forceinline__ void tx_read_floats(float (&x)[TX_VECTOR], const void *data, const tx_dtype dtype,
                                                       uint32_t alignment, int64_t first, int32_t count) {
   if (dtype == TX_F32) {
@@ -133,7 +136,7 @@ static __device__ __forceinline__ void tx_read_floats(float (&x)[TX_VECTOR], con
   }
 }
 
-/* 16-bit elements to memory. */
+/* Writes 16-bit elements. */
 static __device__ __forceinline__ void tx_write_halves(const uint16_t (&halves)[TX_VECTOR], void *data,
                                                        uint32_t alignment, int64_t first, int32_t count) {
   uint32_t words[TX_VECTOR_WORDS(2)];
@@ -143,7 +146,7 @@ static __device__ __forceinline__ void tx_write_halves(const uint16_t (&halves)[
   tx_write_vector<2>(words, (char *)data + 2 * first, alignment, count);
 }
 
-/* x to memory, to nearest. */
+/* Writes x, rounded to nearest. */
 static __device__ __forceinline__ void tx_write_floats(const float (&x)[TX_VECTOR], void *data, const tx_dtype dtype,
                                                        uint32_t alignment, int64_t first, int32_t count) {
   if (dtype == TX_F32) {

@@ -1,8 +1,9 @@
-/* Checksums (csrc/math/checksum.h) of weights in device memory, by the lanes of a warp together: all of them call, and
- * all of them are told.
+/* Checksums (csrc/math/checksum.h) of weights in device memory, computed by a warp: all lanes have to call the
+ * functions, and all get the result.
  *
- * A lane holds four words of 16, so of each vector of the definition it has a fixed quarter. What a lane of the
- * definition adds is linear modulo 2^32 in its sums, so partial sums are mixed first and added up afterwards. */
+ * A lane holds four of the 16 words of a vector as csrc/math/checksum.h defines it, the same quarter of each. A word's
+ * contribution to the checksum is linear modulo 2^32 in its sums, so partial sums are mixed first and added
+ * afterwards. */
 #ifndef TX_CUDA_WARP_CHECKSUM_H
 #define TX_CUDA_WARP_CHECKSUM_H
 
@@ -14,7 +15,8 @@ struct tx_checksum_sums {
   uint32_t sum[4], order[4];
 };
 
-/* words: a quarter of a vector that `left` vectors, itself among them, are left from. */
+/* Adds a quarter of a vector. left: the number of vectors from this one to the last, which are its factor in
+ * `order`. */
 static __device__ __forceinline__ void tx_checksum_take(tx_checksum_sums &s, const uint32_t (&words)[4],
                                                         uint32_t left) {
 #pragma unroll
@@ -24,7 +26,7 @@ static __device__ __forceinline__ void tx_checksum_take(tx_checksum_sums &s, con
   }
 }
 
-/* The checksum of what LANES neighbouring lanes, four for each vector, have taken; in all of them. */
+/* The checksum of everything that LANES neighbouring lanes, four per vector, have added; in all of these lanes. */
 template <int LANES = TX_WARP>
 static __device__ __forceinline__ uint64_t tx_checksum_value(const tx_checksum_sums &s, uint32_t lane) {
   uint64_t value = 0;
@@ -42,13 +44,12 @@ static __device__ __forceinline__ uint64_t tx_checksum_value(const tx_checksum_s
   return value;
 }
 
-/* Vectors of the definition in `count` weights, and how many of them are left from the one that element `first` is in.
- */
+/* The number of vectors of `count` weights from the one that has element `first` to the last. */
 static __device__ __forceinline__ uint32_t tx_checksum_left(int32_t count, int32_t first) {
   return (uint32_t)((count + 2 * TX_CHECKSUM_LANES - 1) / (2 * TX_CHECKSUM_LANES) - first / (2 * TX_CHECKSUM_LANES));
 }
 
-/* Of `count` 16-bit weights. */
+/* The checksum of `count` 16-bit weights. */
 static __device__ __forceinline__ uint64_t tx_checksum_of(const void *weights, uint32_t alignment, int32_t count,
                                                           uint32_t lane) {
   tx_checksum_sums s = {};
@@ -73,8 +74,8 @@ static __device__ __forceinline__ uint64_t tx_checksum_of(const void *weights, u
   return tx_checksum_value(s, lane);
 }
 
-/* Of the sample of `count` <= TX_SAMPLED weights: a run to four lanes. LANES: so many neighbouring ones have a sample
- * of their own, `lane` counted from their first. */
+/* The checksum of the sample of `count` <= TX_SAMPLED weights; four lanes hold a run. LANES: the number of neighbouring
+ * lanes that work on one sample; `lane` is counted from the first of these. */
 template <int LANES>
 static __device__ __forceinline__ uint64_t tx_sample_of_lanes(const void *weights, uint32_t alignment, int32_t count,
                                                               uint32_t lane) {
@@ -98,7 +99,7 @@ static __device__ __forceinline__ uint64_t tx_sample_of(const void *weights, uin
   return tx_sample_of_lanes<TX_WARP>(weights, alignment, count, lane);
 }
 
-/* Whether the checksum at `at` is another one. */
+/* Whether the checksum stored at `at` differs. */
 static __device__ __forceinline__ bool tx_checksum_differs(const void *at, uint64_t checksum) {
   return tx_read_value<uint64_t>(at) != checksum;
 }

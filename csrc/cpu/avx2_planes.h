@@ -1,4 +1,4 @@
-/* Rows of the entropy code on a processor with AVX2. Included by loop_planes.h. */
+/* Rows of the entropy code with AVX2. Included by loop_planes.h. */
 #ifndef TX_CPU_AVX2_PLANES_H
 #define TX_CPU_AVX2_PLANES_H
 
@@ -8,8 +8,8 @@
 
 #define TX_RANS_VECTORS (TX_RANS_LANES / 8)
 
-/* By mask of lanes, eight indices of lanes: those of the mask to the front; and for each lane which of the words in
- * front is its own. */
+/* Lane orders, by mask of lanes. gather: moves the lanes of the mask to the front; scatter: gives each lane of the mask
+ * its word from the front. */
 typedef struct tx_avx2_moves {
   uint8_t gather[256][8], scatter[256][8];
 } tx_avx2_moves;
@@ -37,8 +37,8 @@ TX_FN __m256i tx_avx2_rans_quotient(__m256i x, __m256i factor, __m256i shift) {
   return _mm256_srli_epi32(_mm256_blend_epi32(even, odd, 0xaa), 11);
 }
 
-/* A vector of states with their next symbols; returns how many words left, which are at `to`. States are below 2^31, so
- * that comparing them with signs is right; freq << TX_RANS_ROOM is too. */
+/* Encodes one symbol into each of a vector of states. Returns how many words were output, to `to`. States and freq <<
+ * TX_RANS_ROOM are below 2^31, so signed comparisons are right. */
 TX_FN int32_t tx_avx2_rans_put(const tx_rans_encoder *encoder, const tx_avx2_moves *moves, __m256i symbols,
                                __m256i *states, uint8_t *to) {
   const __m256i parts = _mm256_i32gather_epi32((const int *)encoder->parts, symbols, 4);
@@ -85,7 +85,7 @@ TX_FN __m128i tx_avx2_symbols(__m256i a, __m256i b) {
   return _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(bytes, order));
 }
 
-/* A vector of states loses a symbol: its slots are returned. */
+/* Decodes one symbol from each of a vector of states; returns the slots. */
 TX_FN __m256i tx_avx2_rans_take(const tx_rans_decoder *decoder, __m256i *states) {
   const __m256i parts = _mm256_and_si256(*states, _mm256_set1_epi32((int)TX_RANS_SCALE - 1));
   const __m256i slot = _mm256_i32gather_epi32((const int *)decoder->slots, parts, 4);
@@ -95,7 +95,7 @@ TX_FN __m256i tx_avx2_rans_take(const tx_rans_decoder *decoder, __m256i *states)
   return slot;
 }
 
-/* Whole rows, as long as there are words for another; returns how many. */
+/* Decodes whole rows, as long as there are enough words for another row; returns how many. */
 static int64_t tx_rans_decode_rows(const tx_rans_decoder *decoder, uint32_t *states, const uint8_t *begin,
                                    const uint8_t **end, int64_t rows, uint8_t *symbols) {
   tx_avx2_moves moves;

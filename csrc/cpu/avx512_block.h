@@ -1,5 +1,5 @@
-/* The bf16 weights of a block beside masters on a processor with AVX-512, and what a loop does with them meanwhile.
- * Included by step_avx512.h. */
+/* Steps the bf16 weights of a block with masters, with AVX-512, and does a task meanwhile (extra outputs). Included by
+ * step_avx512.h. */
 #ifndef TX_CPU_AVX512_BLOCK_H
 #define TX_CPU_AVX512_BLOCK_H
 
@@ -12,7 +12,7 @@ TX_FN int32_t tx_avx512_task(const tx_step_extras *e) {
   return e->ema_dtype == TX_F32 ? TX_AVERAGE_F32 : e->ema_low ? TX_AVERAGE_24 : TX_AVERAGE_BF16;
 }
 
-/* The words of a block that were read: of weights and remainders; or masters. */
+/* A block before the step: the words of weights and remainders, or the masters. */
 typedef struct tx_avx512_kept {
   uint32_t param[TX_BLOCK / 2], remainder[TX_BLOCK / 2];
   float master[TX_BLOCK];
@@ -22,7 +22,7 @@ static __attribute__((noinline)) void tx_avx512_weights_again(const tx_adamw_con
                                                               tx_avx512_moment_tile tile, const tx_avx512_kept *kept,
                                                               tx_dtype master) {
   for (int32_t i = 0; master == TX_F32 && i < TX_BLOCK; i++)
-    tx_store(s.param, i, TX_BF16, tx_load(s.master, i, TX_F32)); /* they were stepped, but NaN is rounded otherwise */
+    tx_store(s.param, i, TX_BF16, tx_load(s.master, i, TX_F32)); /* already stepped; NaN is rounded anew */
   if (master == TX_F32) return;
   memcpy(s.param, kept->param, sizeof kept->param);
   memcpy(s.master, kept->remainder, sizeof kept->remainder);
@@ -36,14 +36,14 @@ static __attribute__((noinline)) void tx_avx512_weights_again(const tx_adamw_con
   }
 }
 
-/* Elements by which fp32 masters are asked for ahead: a tile and a half. One tile ahead, as other streams are, they
- * came late where something is done beside the step: a twentieth of it on Sapphire Rapids. */
+/* How many elements ahead fp32 masters are prefetched: a tile and a half. One tile ahead, like other streams, they came
+ * late if there was a task: a twentieth of the step on Sapphire Rapids. */
 #define TX_AVX512_MASTERS_AHEAD 384
 
-/* The block at s, of whose extras the task is tx_avx512_task's. tile: from its moments on. asked: quotients of its
- * first run; of the next block's, with moments from `ahead` on, when it returns. */
+/* Steps the block at s. task: tx_avx512_task of its extras. tile: from its moments on. started: on entry the quotients
+ * of the block's first run; on return those of the next block's first run, whose moments begin at `ahead`. */
 TX_FN void tx_avx512_block_weights(const tx_adamw_constants *c, const tx_avx512_constants *wide, tx_step_streams s,
-                                   tx_avx512_moment_tile tile, tx_avx512_quotients *asked,
+                                   tx_avx512_moment_tile tile, tx_avx512_quotients *started,
                                    const tx_avx512_moment_tile *ahead, const tx_dtype master, const int32_t task) {
   const int32_t finds = task <= TX_FIND_BOTH ? task : TX_FIND_NOTHING;
   const int averages = task > TX_FIND_BOTH;
@@ -51,12 +51,14 @@ TX_FN void tx_avx512_block_weights(const tx_adamw_constants *c, const tx_avx512_
   tx_avx512_found found = tx_avx512_found_begin(s.measured, finds);
   tx_avx512_averages averaged = tx_avx512_averages_begin();
   tx_avx512_kept kept;
-  __asm__("" : "+r"(s.param)); /* else gcc makes one vector of both pointers, behind all others at the same ports */
+  __asm__(""
+          : "+r"(s.param)); /* else gcc puts both pointers into one vector, which waits for the same ports as the
+                             * rest */
 #pragma GCC unroll 4
   for (int32_t run = 0; run < TX_BLOCK / 32; run++) {
     const tx_avx512_moment_tile further = tx_avx512_moments_on(tile, 16 * (run + 1));
     if (master == TX_F32 && run % 2 == 0) tx_prefetch_at(s.master, 32 * run, TX_AVX512_MASTERS_AHEAD, 64, TX_F32);
-    const tx_avx512_quotients q = tx_avx512_take(wide, asked, run + 1 < TX_BLOCK / 32 ? &further : ahead);
+    const tx_avx512_quotients q = tx_avx512_take(wide, started, run + 1 < TX_BLOCK / 32 ? &further : ahead);
     const tx_avx512_stepped stepped =
         master == TX_F32 ? tx_avx512_masters(wide, (char *)s.param + 64 * run, (char *)s.master + 128 * run, q,
                                              &kept.master[32 * run])
@@ -66,7 +68,7 @@ TX_FN void tx_avx512_block_weights(const tx_adamw_constants *c, const tx_avx512_
     if (finds) tx_avx512_find(&found, stepped, run, TX_BF16, finds);
     if (averages) tx_avx512_average(&averaged, s.extras, s.begin, run, stepped.now, task);
   }
-  if (finds & TX_FIND_MEASURED) tx_avx512_watch_numbers(&watch, found.weights); /* NaN where a square was */
+  if (finds & TX_FIND_MEASURED) tx_avx512_watch_numbers(&watch, found.weights); /* NaN if a square was */
   const int quiet = tx_avx512_watch_is_quiet(watch);
   if (__builtin_expect(!quiet, 0)) tx_avx512_weights_again(c, s, tile, &kept, master);
   if (quiet && finds) {

@@ -1,5 +1,5 @@
-/* tx_compare_weights of whole blocks on a processor with AVX-512, bits and largest change at once: of bf16 weights
- * beside masters that are no NaN. Included by step_changes.h. */
+/* tx_compare_weights of whole blocks with AVX-512: changed bits and the largest change at once. For bf16 weights with
+ * masters that are not NaN. Included by step_changes.h. */
 #ifndef TX_CPU_AVX512_CHANGES_H
 #define TX_CPU_AVX512_CHANGES_H
 
@@ -8,7 +8,7 @@
 #include "csrc/cpu/avx512_weights.h"
 #include "csrc/torch_ext.h"
 
-/* Which of the weights of a block changed, and the pattern of the most that a master went. */
+/* Which weights of a block changed, and the fp32 pattern of the largest change of a master. */
 typedef struct tx_avx512_change {
   uint64_t bits[TX_BLOCK / 64];
   int32_t largest;
@@ -19,7 +19,7 @@ TX_FN __m512i tx_avx512_larger(__m512i largest, __m512 before, __m512 now) {
   return _mm512_max_epi32(largest, size);
 }
 
-/* fp32 masters. */
+/* With fp32 masters. */
 TX_FN tx_avx512_change tx_avx512_compare_F32(const void *before, const void *now) {
   tx_avx512_change found;
   __m512i largest = _mm512_setzero_si512();
@@ -40,7 +40,7 @@ TX_FN tx_avx512_change tx_avx512_compare_F32(const void *before, const void *now
   return found;
 }
 
-/* tx_master_bits of the first, and of the second, of each word's pair. */
+/* tx_master_bits of the first element of each word's pair, and of the second one. */
 TX_FN __m512 tx_avx512_first_master(__m512i weights, __m512i remainders) {
   const __m512i missing = _mm512_srai_epi32(_mm512_slli_epi32(remainders, 16), 16);
   return tx_avx512_f32(_mm512_add_epi32(_mm512_slli_epi32(weights, 16), missing));
@@ -50,7 +50,7 @@ TX_FN __m512 tx_avx512_second_master(__m512i weights, __m512i remainders) {
   return tx_avx512_f32(_mm512_add_epi32(upper, _mm512_srai_epi32(remainders, 16)));
 }
 
-/* Remainders. */
+/* With remainders. */
 TX_FN tx_avx512_change tx_avx512_compare_I16(const void *weights_before, const void *before, const void *weights_now,
                                              const void *now) {
   tx_avx512_change found;

@@ -1,12 +1,13 @@
-/* Codes of 8-bit blocks on a processor with AVX-512, rounded as fp32 and cut off, signed and packed in 16-bit lanes.
- * Included by step_8bit_avx512.h. */
+/* Codes of 8-bit blocks with AVX-512: rounded as fp32, and then cut off, signed and packed in 16-bit lanes. Included by
+ * step_8bit_avx512.h. */
 #ifndef TX_CPU_AVX512_CODES_H
 #define TX_CPU_AVX512_CODES_H
 
 #include "csrc/cpu/avx512_moments.h"
 #include "csrc/cpu/avx512_ramp.h"
 
-/* Eight vectors to their largest lanes: of a[i] in lane 4 * i, of b[i] in lane 4 * i + 2. */
+/* The largest lane of each of eight vectors: that of a[i] in lane 4 * i of the result, that of b[i] in lane 4 * i +
+ * 2. */
 TX_FN __m512i tx_avx512_halves(__m512i a, __m512i b) {
   return _mm512_max_epu32(_mm512_shuffle_i64x2(a, b, 0x44), _mm512_shuffle_i64x2(a, b, 0xee));
 }
@@ -20,11 +21,11 @@ TX_FN __m512i tx_avx512_largest(const __m512i a[4], const __m512i b[4]) {
   return _mm512_max_epu32(both, _mm512_shuffle_epi32(both, _MM_PERM_CDAB));
 }
 
-/* What the codes of blocks are made with. */
+/* How the codes of a group's blocks are computed. */
 typedef struct tx_avx512_plans {
   int32_t amax[TX_AVX512_GROUP] __attribute__((aligned(16)));
   int32_t exponent[TX_AVX512_GROUP];
-  uint32_t rebase[2][TX_AVX512_GROUP]; /* tx_avx512_twice; of blocks without values below the normals at [1] */
+  uint32_t rebase[2][TX_AVX512_GROUP]; /* tx_avx512_twice; [1]: for blocks without values below the normals */
   float least_normal[TX_AVX512_GROUP];
   uint32_t keep[TX_AVX512_GROUP];
   uint32_t kept; /* all of keep, and-ed */
@@ -44,8 +45,8 @@ TX_FN void tx_avx512_plans_from(tx_block_format f, tx_avx512_plans *plans) {
     plans->kept &= plans->keep[i];
 }
 
-/* Of the blocks from `first` on those with a gradient that is to be limited, or one that is not finite: plain
- * comparisons passed over its NaNs. */
+/* Recomputes those of the four blocks from `first` on that have a gradient that needs the clamp or is not finite: the
+ * comparisons of the fast path ignored NaNs. */
 static __attribute__((noinline)) void tx_avx512_blocks_again(const tx_adamw_constants *c, const tx_step_streams *s,
                                                              tx_avx512_block *blocks, int32_t first, int32_t count,
                                                              tx_avx512_plans *m, tx_avx512_plans *root) {
@@ -57,8 +58,8 @@ static __attribute__((noinline)) void tx_avx512_blocks_again(const tx_adamw_cons
   }
 }
 
-/* Of the blocks from `first` on. Stored and loaded in the same pieces: a load out of several stores would wait for them
- * all. */
+/* Computes amax of the four blocks from `first` on. Data is loaded in the pieces in which it was stored: a load that
+ * spans several stores would wait for all of them. */
 TX_FN void tx_avx512_plan(const tx_adamw_constants *c, const tx_step_streams *s, tx_avx512_block *blocks, int32_t first,
                           int32_t count, tx_avx512_plans *m, tx_avx512_plans *root) {
   __m512i ms[4], roots[4];
@@ -76,10 +77,10 @@ TX_FN void tx_avx512_plan(const tx_adamw_constants *c, const tx_step_streams *s,
     tx_avx512_blocks_again(c, s, blocks, first, count, m, root);
 }
 
-/* One moment of one block. */
+/* How one moment of one block is rounded. */
 typedef struct tx_avx512_rounding {
   __m512 least_normal;
-  __m512i rebase, u; /* rebase in 16 bits; u: of the block's first element */
+  __m512i rebase, u; /* rebase: in 16-bit lanes; u: threshold of the block's first element */
 } tx_avx512_rounding;
 
 TX_FN tx_avx512_rounding tx_avx512_rounding_of(const tx_avx512_plans *plans, int32_t block, uint32_t u,
@@ -89,17 +90,17 @@ TX_FN tx_avx512_rounding tx_avx512_rounding_of(const tx_avx512_plans *plans, int
   return r;
 }
 
-/* The codes of the block's elements 32 * h to 32 * h + 63: tx_quad_code, but that a positive root may get code 0.
- * narrow: none of the elements is below the normals. */
+/* The codes of the block's elements 32 * h to 32 * h + 63, as tx_quad_code computes them, except that a positive root
+ * may get code 0. narrow: whether no element is below the normals. */
 TX_FN __m512i tx_avx512_codes(tx_block_format f, tx_avx512_rounding r, const float x[2][TX_BLOCK_PAIRS], int32_t h,
                               const int narrow) {
-  const uint8_t s = (uint8_t)(7 - f.element.mantissa_bits); /* int to gcc, unsigned to clang */
+  const uint8_t s = (uint8_t)(7 - f.element.mantissa_bits); /* int for gcc, unsigned for clang */
   __m512 sum[4];
   __m512i u[4], codes[2];
   for (int j = 0; j < 4; j++)
     sum[j] = _mm512_load_ps(&x[j % 2][16 * (h + j / 2)]);
   if (!narrow) {
-    for (int j = 0; j < 4; j++) /* + the larger one, with the value's sign */
+    for (int j = 0; j < 4; j++) /* adds the larger of magnitude and least_normal, with the value's sign */
       sum[j] = _mm512_add_ps(sum[j], _mm512_range_ps(sum[j], r.least_normal, 0x3));
   }
   for (int j = 0; j < 4; j++)
@@ -119,13 +120,13 @@ TX_FN __m512i tx_avx512_codes(tx_block_format f, tx_avx512_rounding r, const flo
   return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), _mm512_packus_epi16(codes[0], codes[1]));
 }
 
-/* What a block's codes are like. */
+/* Properties of a block's codes, as masks over its two halves. */
 typedef struct tx_avx512_seen {
-  __mmask64 m_half, root_half; /* all: none above half of the largest that there is */
-  __mmask64 positive;          /* all: no root's is 0 */
+  __mmask64 m_half, root_half; /* all set: no code is above half of the largest code of the format */
+  __mmask64 positive;          /* all set: no root has code 0 */
 } tx_avx512_seen;
 
-/* narrow: no root is below the normals. */
+/* narrow: whether no root is below the normals. */
 TX_FN tx_avx512_seen tx_avx512_block_codes(const tx_avx512_block_constants *c, tx_step_streams s,
                                            const tx_avx512_block *b, tx_avx512_rounding m, tx_avx512_rounding root,
                                            const int narrow) {
@@ -137,7 +138,7 @@ TX_FN tx_avx512_seen tx_avx512_block_codes(const tx_avx512_block_constants *c, t
     const __m512i root_codes = tx_avx512_codes(vf, root, b->root, h, narrow);
     _mm512_storeu_si512((char *)s.exp_avg + 32 * h, m_codes);
     _mm512_storeu_si512((char *)s.exp_avg_sq + 32 * h, root_codes);
-    /* without signs */
+    /* doubling removes the signs */
     seen.m_half = _mm512_mask_cmple_epu8_mask(seen.m_half, _mm512_add_epi8(m_codes, m_codes), c->m_half);
     seen.root_half = _mm512_mask_cmple_epu8_mask(seen.root_half, root_codes, c->root_half);
     if (!narrow) seen.positive = _mm512_mask_test_epi8_mask(seen.positive, root_codes, root_codes);
@@ -145,7 +146,7 @@ TX_FN tx_avx512_seen tx_avx512_block_codes(const tx_avx512_block_constants *c, t
   return seen;
 }
 
-/* A moment's codes again, whatever it is. is_root: which of the two. */
+/* Encodes one moment of a block again, whatever its values are. is_root: which moment. */
 static __attribute__((noinline)) uint8_t tx_avx512_store_any(int is_root, int32_t amax,
                                                              const float x[2][TX_BLOCK_PAIRS], uint32_t u, void *to) {
   const tx_block_format f = is_root ? tx_block_root_e4m4() : tx_block_e4m3();

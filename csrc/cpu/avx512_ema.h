@@ -1,5 +1,5 @@
-/* The average of masters on a processor with AVX-512, from registers of the loop that steps them: what
- * tx_average_some does of a block, where no average is NaN, Inf or nearly that. Included by avx512_block.h. */
+/* Updates the EMA with AVX-512, from registers of the loop that steps the masters: tx_average_some of a block in which
+ * no average is NaN, Inf or nearly that large. Included by avx512_block.h. */
 #ifndef TX_CPU_AVX512_EMA_H
 #define TX_CPU_AVX512_EMA_H
 
@@ -7,17 +7,17 @@
 #include "csrc/cpu/avx512_weights.h"
 #include "csrc/cpu/step_extras.h"
 
-/* What a loop does beside stepping weights. */
+/* The tasks that a loop can do while it steps weights. */
 #define TX_FOR_EACH_AVX512_FIND(X) X(FIND_CHANGED) X(FIND_MEASURED) X(FIND_BOTH)
 #define TX_FOR_EACH_AVX512_TASK(X) TX_FOR_EACH_AVX512_FIND(X) X(AVERAGE_BF16) X(AVERAGE_24) X(AVERAGE_F32)
 enum { TX_AVERAGE_BF16 = TX_FIND_BOTH + 1, TX_AVERAGE_24, TX_AVERAGE_F32, TX_AVX512_TASKS };
 
-/* Of a block, until it is known that nothing in it is rare: the upper halves of averages as words of two, or the fp32
- * averages of either half of a run's elements; the bytes below them. */
+/* A block's new averages, kept until it is known that nothing in the block is rare. upper: the averages' upper halves
+ * as words of two, or the fp32 averages of each half of a run; low: the next lower bytes. */
 typedef struct tx_avx512_averages {
   __m512i upper[TX_BLOCK / 32][2];
   __m256i low[TX_BLOCK / 32];
-  __mmask16 ordinary; /* no average of these was too large, nor is */
+  __mmask16 ordinary; /* lanes in which no average is too large or NaN */
 } tx_avx512_averages;
 
 TX_FN tx_avx512_averages tx_avx512_averages_begin(void) {
@@ -26,7 +26,7 @@ TX_FN tx_avx512_averages tx_avx512_averages_begin(void) {
   return a;
 }
 
-/* Of which lanes a size is at most `most`, and neither x is NaN: under the mask of those before. size >= 0. */
+/* Clears in `mask` the lanes in which size > most or an x is NaN. size >= 0. */
 TX_FN __mmask16 tx_avx512_within(__mmask16 mask, __m512 size, float most, const __m512 x[2]) {
   mask = _mm512_mask_cmp_ps_mask(mask, size, _mm512_set1_ps(most), _CMP_LE_OQ);
   return _mm512_mask_cmp_ps_mask(mask, x[0], x[1], _CMP_ORD_Q);
@@ -58,7 +58,7 @@ TX_FN void tx_avx512_average_bf16(tx_avx512_averages *a, const void *emas, __m51
   a->upper[run][0] = tx_avx512_join_upper(bits[0], bits[1]);
 }
 
-/* tx_ema_round_24 of numbers that are `within`. */
+/* tx_ema_round_24, for lanes that pass tx_avx512_within. */
 TX_FN __m512i tx_avx512_round_24(__m512 old, __m512 change, __m512 sum, __m512i u) {
   const __m512i exponents = _mm512_set1_epi32(0x7f800000);
   const __m512i bits = tx_avx512_bits(sum), exponent = _mm512_and_si512(bits, exponents);
@@ -91,7 +91,7 @@ TX_FN void tx_avx512_average_24(tx_avx512_averages *a, const void *emas, const u
   for (int k = 0; k < 2; k++) {
     const __m512 change = tx_avx512_ema_change(weight, old[k], now[k]);
     sum[k] = _mm512_add_ps(old[k], change);
-    size[k] = tx_avx512_farther(old[k], sum[k]); /* sums of the error do not overflow either */
+    size[k] = tx_avx512_farther(old[k], sum[k]); /* with `old`: the error's sums do not overflow either */
     bits[k] = tx_avx512_round_24(old[k], change, sum[k], tx_avx512_threshold(u, run, k));
   }
   a->ordinary = tx_avx512_within(a->ordinary, tx_avx512_farther(size[0], size[1]), 0x1p126f, sum);
@@ -101,7 +101,7 @@ TX_FN void tx_avx512_average_24(tx_avx512_averages *a, const void *emas, const u
   a->low[run] = _mm512_cvtepi32_epi16(both);
 }
 
-/* tx_ema_next, in the order of memory. */
+/* tx_ema_next of fp32 averages, in the order of memory. */
 TX_FN void tx_avx512_average_f32(tx_avx512_averages *a, const void *emas, __m512 weight, const int32_t run,
                                  const __m512 now[2]) {
   for (int h = 0; h < 2; h++) {
@@ -111,7 +111,7 @@ TX_FN void tx_avx512_average_f32(tx_avx512_averages *a, const void *emas, __m512
   }
 }
 
-/* Run 0 ... 3 of the block at element `at` of the piece. */
+/* Updates run 0 ... 3 of the block at element `at` of the piece. */
 TX_FN void tx_avx512_average(tx_avx512_averages *a, const tx_step_extras *e, int64_t at, const int32_t run,
                              const __m512 now[2], const int32_t task) {
   const __m512 weight = _mm512_set1_ps(e->ema_weight);
@@ -125,7 +125,7 @@ TX_FN void tx_avx512_average(tx_avx512_averages *a, const tx_step_extras *e, int
   if (task == TX_AVERAGE_F32) tx_avx512_average_f32(a, emas, weight, run, now);
 }
 
-/* The averages of the block, where all are ordinary. */
+/* Stores the averages of the block; only if all lanes are ordinary. */
 TX_FN void tx_avx512_store_averages(const tx_avx512_averages *a, const tx_step_extras *e, int64_t at,
                                     const int32_t task) {
   char *const emas = (char *)e->ema + at * (task == TX_AVERAGE_F32 ? 4 : 2);

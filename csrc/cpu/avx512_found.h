@@ -1,18 +1,18 @@
-/* What a loop for AVX-512 finds of the weights that it steps, from registers: tx_changes_of and tx_measure_block of a
- * block of which the watch found nothing rare. Included by avx512_block.h. */
+/* Changes and health measurements, found from registers while weights are stepped with AVX-512: tx_changes_of and
+ * tx_measure_block of a block in which the watch met nothing rare. Included by avx512_block.h. */
 #ifndef TX_CPU_AVX512_FOUND_H
 #define TX_CPU_AVX512_FOUND_H
 
 #include "csrc/cpu/avx512_measured.h"
 #include "csrc/cpu/step_streams.h"
 
-/* Of a block, while its four runs of 32 elements are stepped. */
+/* The findings of a block, collected while its four runs of 32 elements are stepped. */
 typedef struct tx_avx512_found {
   __mmask32 changed[TX_BLOCK / 32];
-  __m512 farthest;               /* that a master went */
-  __m512 updates[2], weights[2]; /* tx_health_squares of the block: of a run's elements that are stepped[k] */
+  __m512 farthest;               /* the largest changes of masters */
+  __m512 updates[2], weights[2]; /* tx_health_squares of the block; index k as in tx_avx512_stepped */
   __m512 largest;                /* of the piece */
-  __mmask32 *moved, *below;      /* of the runs */
+  __mmask32 *moved, *below;      /* masks of the runs */
 } tx_avx512_found;
 
 TX_FN tx_avx512_found tx_avx512_found_begin(tx_measured_blocks *measured, const int32_t finds) {
@@ -26,8 +26,8 @@ TX_FN tx_avx512_found tx_avx512_found_begin(tx_measured_blocks *measured, const 
   return found;
 }
 
-/* Which updates are below half an ulp of their weight, by upper halves: those whose exponent, 1 and `digits` together
- * are not above the weight's pattern, and those whose exponent is 0. */
+/* Which updates are below half an ulp of their weight, from upper halves: those whose exponent, plus 1 and `digits`, is
+ * not above the weight's pattern, and those whose exponent is 0. */
 TX_FN __mmask32 tx_avx512_below(const __m512 updates[2], __m512i weights, const tx_dtype param) {
   const int32_t digits = param == TX_BF16 ? 8 : 24;
   const __m512i update = tx_avx512_join_upper(tx_avx512_bits(updates[0]), tx_avx512_bits(updates[1]));
@@ -37,14 +37,14 @@ TX_FN __mmask32 tx_avx512_below(const __m512 updates[2], __m512i weights, const 
   return _mm512_cmple_epu16_mask(exponent, most);
 }
 
-/* Keeps the compiler from moving what was found of a run behind the block's last division, where nothing else is left
- * to do meanwhile. */
+/* Keeps the compiler from moving a run's findings behind the block's last division, where nothing else is left to do
+ * meanwhile. */
 TX_FN void tx_avx512_find_here(tx_avx512_found *to) {
   __asm__ volatile("" : "+v"(to->updates[0]), "+v"(to->updates[1]), "+v"(to->weights[0]), "+v"(to->weights[1]));
   __asm__ volatile("" : "+v"(to->largest));
 }
 
-/* Run 0 ... 3 of the block; finds: as tx_finds. */
+/* Adds run 0 ... 3 of the block. finds: see tx_finds. */
 TX_FN void tx_avx512_find(tx_avx512_found *to, tx_avx512_stepped s, const int32_t run, const tx_dtype param,
                           const int32_t finds) {
   __m512 updates[2];
@@ -66,7 +66,7 @@ TX_FN void tx_avx512_find(tx_avx512_found *to, tx_avx512_stepped s, const int32_
   tx_avx512_find_here(to);
 }
 
-/* Of the block at element `at` of the piece. */
+/* Stores the findings of the block at element `at` of the piece. */
 TX_FN void tx_avx512_note_found(const tx_avx512_found *found, const tx_step_extras *e, int64_t at,
                                 tx_measured_blocks *measured, const tx_dtype param, const int32_t finds) {
   if (finds & TX_FIND_CHANGED) {

@@ -1,5 +1,5 @@
-/* What loops for AVX-512 measure of a piece, a few blocks at once: for one at a time, what makes a number of the lanes
- * took as long as the squares. Included by avx512_found.h. */
+/* Health measurements of AVX-512 loops, collected for a few blocks at a time: for single blocks, reducing lanes to a
+ * number took as long as computing the squares. Included by avx512_found.h. */
 #ifndef TX_CPU_AVX512_MEASURED_H
 #define TX_CPU_AVX512_MEASURED_H
 
@@ -9,13 +9,14 @@
 #define TX_AVX512_MEASURED 8
 #define TX_AVX512_RUNS (TX_AVX512_MEASURED * TX_BLOCK / 32)
 
-/* Of the blocks since tx_avx512_add_measured, at most so many. Which weights moved, and which updates were below half
- * an ulp, is stored as masks, which takes none of the ports that the step is bound by; so does counting them. */
+/* Blocks measured since the last tx_avx512_add_measured, at most TX_AVX512_MEASURED. Which weights moved, and which
+ * updates were below half an ulp, is stored as masks: storing them, and counting them later, uses none of the ports
+ * that bound the step. */
 typedef struct tx_measured_blocks {
-  __m512 squares[TX_AVX512_MEASURED]; /* of a block: lanes of tx_squares_sum, eight of updates, eight of weights */
+  __m512 squares[TX_AVX512_MEASURED]; /* by block: eight lanes of tx_squares_sum for updates, eight for weights */
   __mmask32 moved[TX_AVX512_RUNS], below[TX_AVX512_RUNS];
   __m512 largest;  /* of the piece */
-  __m512i amounts; /* of the piece, beside its row: of sums that went into bins of `bin` */
+  __m512i amounts; /* of the piece, not yet added to its row: amounts for the bins in `bin` */
   __m512i bin;
   int32_t blocks;
 } tx_measured_blocks;
@@ -26,20 +27,21 @@ TX_FN void tx_measured_begin(tx_measured_blocks *m) {
   m->amounts = m->bin = _mm512_setzero_si512();
 }
 
-/* Sums of neighbours among the lanes of tx_health_squares, which are those of pairs, or, of fp32 weights, halves. */
+/* Adds neighbours among the lanes of tx_health_squares. These are in the two vectors' equal lanes, or, for fp32
+ * weights, in neighbouring lanes. */
 TX_FN __m512 tx_avx512_neighbours(const __m512 squares[2], const tx_dtype param) {
   if (param == TX_BF16) return _mm512_add_ps(squares[0], squares[1]);
   return _mm512_add_ps(tx_avx512_unzip(squares[0], squares[1], 0), tx_avx512_unzip(squares[0], squares[1], 1));
 }
 
-/* Lanes 16 apart are added. */
+/* Adds lanes 16 apart. */
 TX_FN __m512 tx_avx512_squares(const __m512 updates[2], const __m512 weights[2], const tx_dtype param) {
   const __m512 u = tx_avx512_neighbours(updates, param), w = tx_avx512_neighbours(weights, param);
   return _mm512_add_ps(_mm512_shuffle_f32x4(u, w, 0x44), _mm512_shuffle_f32x4(u, w, 0xee));
 }
 
-/* What lanes 8 apart make: of two blocks, in quarters of updates and of weights in turn; 4 apart: of four, each
- * quarter's lanes are the blocks'. */
+/* tx_avx512_of_two adds lanes 8 apart, of two blocks; its quarters alternate between updates and weights.
+ * tx_avx512_of_four then adds lanes 4 apart, of four blocks; the lanes of each quarter belong to the blocks. */
 TX_FN __m512 tx_avx512_of_two(const __m512 squares[2]) {
   return _mm512_add_ps(_mm512_shuffle_f32x4(squares[0], squares[1], 0x88),
                        _mm512_shuffle_f32x4(squares[0], squares[1], 0xdd));
@@ -49,13 +51,13 @@ TX_FN __m512 tx_avx512_of_four(const __m512 squares[4]) {
   return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
 }
 
-/* tx_squares_sum of each block: of updates in the first and third quarter, of weights in the others. */
+/* tx_squares_sum of each block: those of updates in the first and third quarter, those of weights in the others. */
 TX_FN __m512 tx_avx512_sums(const __m512 squares[TX_AVX512_MEASURED]) {
   const __m512 a = tx_avx512_of_four(squares), b = tx_avx512_of_four(squares + 4);
   return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
 }
 
-/* Amounts that are beside the row, to the row. */
+/* Adds the collected amounts to the row. */
 TX_FN void tx_avx512_add_amounts(tx_measured_blocks *m, int64_t *row) {
   int64_t amounts[8];
   uint32_t bins[16];
@@ -66,8 +68,9 @@ TX_FN void tx_avx512_add_amounts(tx_measured_blocks *m, int64_t *row) {
   m->amounts = _mm512_setzero_si512();
 }
 
-/* Numbers whose bins are not those beside the row. Those of the next ones will be, where all of these of updates, and
- * all of weights, are of one that has neither the exponent 0 nor 255, of which others are made. */
+/* Adds sums whose bins differ from `bin`, one by one. `bin` then becomes the bins of these sums, for the next ones, if
+ * all sums of updates have the same bin, and all of weights, and no exponent field is in the bins of 0 or 255, which
+ * need special treatment. */
 static __attribute__((noinline)) void tx_avx512_add_each(tx_measured_blocks *m, int64_t *row, __m512 sums) {
   float all[16];
   _mm512_storeu_ps(all, sums);
@@ -80,7 +83,7 @@ static __attribute__((noinline)) void tx_avx512_add_each(tx_measured_blocks *m, 
   m->bin = _mm512_maskz_mov_epi32(_mm512_mask_cmpeq_epi32_mask(usual, bin, first) == 0xffffu ? 0xffffu : 0, bin);
 }
 
-/* tx_health_add of each of these. */
+/* tx_health_add of each sum. */
 TX_FN void tx_avx512_add_sums(tx_measured_blocks *m, int64_t *row, __m512 sums) {
   const __m512i bits = tx_avx512_bits(sums);
   const __mmask16 others = _mm512_cmpneq_epi32_mask(_mm512_srli_epi32(bits, 26), m->bin);
@@ -107,7 +110,7 @@ TX_FN int64_t tx_avx512_count(const __mmask32 masks[TX_AVX512_RUNS], int32_t blo
   return count;
 }
 
-/* What was measured since the last time, to the row, or beside it. */
+/* Adds what was measured since the last call to the row, or to `amounts`. */
 static __attribute__((noinline)) void tx_avx512_add_measured(tx_measured_blocks *m, int64_t *row) {
   for (int32_t i = m->blocks; i < TX_AVX512_MEASURED; i++)
     m->squares[i] = _mm512_setzero_ps();

@@ -1,6 +1,6 @@
-/* A tile of Muon's momentum on a processor with AVX-512: gradients and momentum in bf16, as words of two, so that
- * nothing crosses lanes before the work is written. As if no gradient were to be limited and nothing were Inf or NaN:
- * both are watched for, and the words that were read are kept. Included by loop_muon.h. */
+/* A tile of Muon's momentum with AVX-512: gradients and momentum in bf16, as words of two, so that nothing crosses
+ * lanes until the work is written. It computes as if no gradient needed the clamp and nothing were Inf or NaN. It
+ * detects both, and keeps the words that it read. Included by loop_muon.h. */
 #ifndef TX_CPU_AVX512_MUON_H
 #define TX_CPU_AVX512_MUON_H
 
@@ -13,12 +13,12 @@
 #include "csrc/math/dither.h"
 #include "csrc/math/muon.h"
 
-/* Elements of a row, two to a word. */
+/* Elements of a row, two per word. */
 #define TX_MUON_LANES 32
 #define TX_MUON_WORDS (TX_MUON_LANES / 2)
 #define TX_MUON_ROWS ((int32_t)TX_TILE / TX_MUON_LANES)
 
-/* Words as they were read. */
+/* Momentum words before the step. */
 typedef struct tx_avx512_muon_kept {
   uint32_t words[TX_TILE / 2];
 } __attribute__((aligned(64))) tx_avx512_muon_kept;
@@ -31,7 +31,7 @@ TX_FN void tx_avx512_muon_put(void *to, __m512i x, const int streams) {
   }
 }
 
-/* Words of bf16 of u[0] and u[1], nearest even. *special: lanes that it may be wrong of (round_bf16.h). */
+/* u[0] and u[1] as words of bf16, nearest even. *special: lanes in which the result may be wrong (round_bf16.h). */
 TX_FN __m512i tx_avx512_muon_nearest(const __m512 u[2], __mmask16 *special) {
 #if defined(__AVX512BF16__)
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
@@ -47,7 +47,7 @@ TX_FN __m512i tx_avx512_muon_nearest(const __m512 u[2], __mmask16 *special) {
 #endif
 }
 
-/* u[k]: elements 2 * i + k of a row. */
+/* Stores a row of the work; u[k]: its elements 2 * i + k. */
 TX_FN void tx_avx512_muon_work(const __m512 u[2], char *work, int32_t row, const tx_dtype dtype, const int streams,
                                __mmask16 *special) {
   if (dtype == TX_BF16) {
@@ -60,7 +60,7 @@ TX_FN void tx_avx512_muon_work(const __m512 u[2], char *work, int32_t row, const
   tx_avx512_muon_put(work + 128 * row + 64, tx_avx512_bits(_mm512_permutex2var_ps(u[0], high, u[1])), streams);
 }
 
-/* Whether no gradient of a tile is to be limited. */
+/* Whether no gradient of a tile needs the clamp. */
 static __attribute__((noinline)) int tx_avx512_muon_is_within(const char *grad, float factor) {
   const __m512i upper = _mm512_set1_epi32((int)0xffff0000u);
   __m512 largest = _mm512_setzero_ps();
@@ -68,25 +68,25 @@ static __attribute__((noinline)) int tx_avx512_muon_is_within(const char *grad, 
     const __m512i grads = _mm512_loadu_si512(grad + 64 * row);
     const __m512 first = tx_avx512_f32(_mm512_slli_epi32(grads, 16));
     const __m512 second = tx_avx512_f32(_mm512_and_si512(grads, upper));
-    largest = _mm512_range_ps(largest, _mm512_range_ps(first, second, 0x0b), 0x0b); /* of sizes */
+    largest = _mm512_range_ps(largest, _mm512_range_ps(first, second, 0x0b), 0x0b); /* of magnitudes */
   }
   const __m512 most = _mm512_mul_ps(_mm512_set1_ps(factor), largest);
   return _mm512_cmp_ps_mask(_mm512_abs_ps(most), _mm512_set1_ps(tx_adamw_most()), _CMP_LE_OQ) == 0xffffu;
 }
 
-/* A whole tile. threshold: of its first element. Returns whether nothing was met that it is wrong of; else momentum and
- * work hold anything. */
+/* Steps a whole tile. threshold: of its first element. Returns whether the result is right; if not, momentum and work
+ * are undefined. */
 TX_FN int tx_avx512_muon_tile(const tx_muon_constants *c, const char *grad, char *momentum, char *work,
                               uint32_t threshold, int nesterov, const tx_dtype work_dtype, const int streams,
                               tx_avx512_muon_kept *kept) {
   const __m512 factor = _mm512_set1_ps(c->factor), weight = _mm512_set1_ps(c->average.weight);
-  const __m512 of_u = _mm512_set1_ps(nesterov ? c->average.weight : 0.0f); /* without, u is m' */
+  const __m512 of_u = _mm512_set1_ps(nesterov ? c->average.weight : 0.0f); /* 0: u is m' */
   const __m512i upper = _mm512_set1_epi32((int)0xffff0000u);
   const __m512i step = _mm512_set1_epi32((int)(TX_MUON_LANES * TX_LATTICE_ELEMENT));
   const __m512i lane = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
   const __m512i of_lane = _mm512_mullo_epi32(lane, _mm512_set1_epi32((int)TX_LATTICE_ELEMENT));
   __m512i ramp[2], seen = _mm512_setzero_si512();
-  __m512 sizes[2]; /* sums of u * 2^64: not finite where one of these is 2^64 or more, Inf or NaN */
+  __m512 sizes[2]; /* sums of u * 2^64: not finite if a |u| is 2^64 or more, Inf or NaN */
   __mmask16 special = 0;
   for (int k = 0; k < 2; k++) {
     ramp[k] = _mm512_add_epi32(of_lane, _mm512_set1_epi32((int)(threshold + (uint32_t)k * TX_LATTICE_ELEMENT)));
@@ -114,7 +114,7 @@ TX_FN int tx_avx512_muon_tile(const tx_muon_constants *c, const char *grad, char
     tx_avx512_muon_work(u, work, row, work_dtype, streams, &special);
   }
   if (special || _mm512_fpclass_ps_mask(_mm512_add_ps(sizes[0], sizes[1]), 0x99)) return 0; /* NaN, Inf */
-  /* an exponent's upper bit: sizes of 2 and more */
+  /* the exponent's upper bit is set in magnitudes of 2 and more */
   const int small = _mm512_test_epi32_mask(seen, _mm512_set1_epi32(0x40004000)) == 0 && fabsf(c->factor) <= 0x1p62f;
   return small || tx_avx512_muon_is_within(grad, c->factor);
 }

@@ -1,4 +1,4 @@
-/* Rows of the entropy code on a processor with AVX-512. Included by loop_planes.h. */
+/* Rows of the entropy code with AVX-512. Included by loop_planes.h. */
 #ifndef TX_CPU_AVX512_PLANES_H
 #define TX_CPU_AVX512_PLANES_H
 
@@ -8,7 +8,7 @@
 
 #define TX_RANS_VECTORS (TX_RANS_LANES / 16)
 
-/* x / freq, by its encoder's factor and shift. */
+/* x / freq, by the encoder's factor and shift. */
 TX_FN __m512i tx_avx512_rans_quotient(__m512i x, __m512i factor, __m512i shift) {
   const __m512i shifted = _mm512_sllv_epi32(x, shift);
   const __m512i even = _mm512_srli_epi64(_mm512_mul_epu32(shifted, factor), 32);
@@ -16,7 +16,7 @@ TX_FN __m512i tx_avx512_rans_quotient(__m512i x, __m512i factor, __m512i shift) 
   return _mm512_srli_epi32(_mm512_mask_blend_epi32(0xaaaa, even, odd), 11);
 }
 
-/* The encoder's tables in registers, where its symbols are near each other: the entry of 0, and those that follow
+/* The encoder's tables in registers, for symbols close to each other: the entries of symbol 0 and of those after
  * encoder->before. */
 typedef struct tx_avx512_tables {
   __m512i factor[4], parts[4], before;
@@ -37,7 +37,7 @@ TX_FN __m512i tx_avx512_look_up(const __m512i *vectors, __m512i index) {
   return _mm512_mask_mov_epi32(low, upper, _mm512_permutex2var_epi32(vectors[2], index, vectors[3]));
 }
 
-/* A vector of states with what their next symbols are encoded with; returns how many words left, which are at `to`. */
+/* Encodes one symbol into each of a vector of states. Returns how many words were output, to `to`. */
 TX_FN int32_t tx_avx512_rans_put(__m512i parts, __m512i factor, __m512i *states, uint8_t *to) {
   const __m512i freq = _mm512_and_si512(parts, _mm512_set1_epi32(0xfff));
   const __m512i cum = _mm512_and_si512(_mm512_srli_epi32(parts, 12), _mm512_set1_epi32(0xfff));
@@ -51,7 +51,7 @@ TX_FN int32_t tx_avx512_rans_put(__m512i parts, __m512i factor, __m512i *states,
   return __builtin_popcount(leave);
 }
 
-/* near: whether encoder->before is one. */
+/* near: whether the tables are in registers (encoder->before < 256). */
 TX_FN uint8_t *tx_avx512_rans_rows(const tx_rans_encoder *encoder, int near, uint32_t *states, const uint8_t *symbols,
                                    int64_t rows, uint8_t *to, const uint8_t *limit) {
   tx_avx512_tables tables;
@@ -91,7 +91,7 @@ static uint8_t *tx_rans_encode_rows(const tx_rans_encoder *encoder, uint32_t *st
                                : tx_avx512_rans_rows(encoder, 0, states, symbols, rows, to, limit);
 }
 
-/* Whole rows, as long as there are words for another; returns how many. */
+/* Decodes whole rows, as long as there are enough words for another row; returns how many. */
 static int64_t tx_rans_decode_rows(const tx_rans_decoder *decoder, uint32_t *states, const uint8_t *begin,
                                    const uint8_t **end, int64_t rows, uint8_t *symbols) {
   __m512i x[TX_RANS_VECTORS];

@@ -1,4 +1,4 @@
-/* Dithered thresholds of a block on a processor with AVX-512, beside that of its first element. Included by
+/* Offsets of a block's dithered thresholds from that of its first element, for AVX-512 loops. Included by
  * avx512_codes.h and avx512_ema.h. */
 #ifndef TX_CPU_AVX512_RAMP_H
 #define TX_CPU_AVX512_RAMP_H

@@ -1,5 +1,5 @@
-/* What the blocks of a group need on a processor with AVX-512: constants in each lane, and what their scales say.
- * Included by avx512_moments.h. */
+/* What the AVX-512 loops need for a group of blocks: constants in every lane, and decoded scales. Included by
+ * avx512_moments.h. */
 #ifndef TX_CPU_AVX512_SCALES_H
 #define TX_CPU_AVX512_SCALES_H
 
@@ -7,18 +7,18 @@
 #include "csrc/cpu/step_streams.h"
 #include "csrc/math/block_scale.h"
 
-/* Kept from the compiler, which would spread what it knows anew in each block. */
+/* Hides a constant's value from the compiler, which would otherwise broadcast it again in each block. */
 TX_FN __m512i tx_avx512_unknown(__m512i x) {
   __asm__("" : "+v"(x));
   return x;
 }
 
-/* What the step of blocks needs in each lane. */
+/* The constants of a step on blocks, in every lane. */
 typedef struct tx_avx512_block_constants {
   tx_avx512_constants step;
-  __m512i upper;                  /* half of a word */
-  __m512i m_exponent, least_root; /* of codes: the bits of an exponent; the least with an exponent of 3 */
-  __m512i m_half, root_half;      /* half of the largest code that there is; m's twice */
+  __m512i upper;                  /* mask of a word's upper half */
+  __m512i m_exponent, least_root; /* of codes: mask of the exponent; the least code with an exponent of 3 */
+  __m512i m_half, root_half;      /* half of the largest code; m_half is twice that */
   int32_t scaled;                 /* whether the factor is not 1 */
 } tx_avx512_block_constants;
 
@@ -35,21 +35,21 @@ TX_FN tx_avx512_block_constants tx_avx512_block_constants_of(const tx_adamw_cons
   return b;
 }
 
-/* Blocks whose moments are stepped before their codes are made; the plans of four are made together. */
+/* Blocks that are stepped before their codes are computed. The plans of four are computed together. */
 #define TX_AVX512_GROUP 8
 
-/* A 16-bit number twice, as a word is: spread from memory it costs a vector's load. */
+/* A 16-bit number in both halves of a word: broadcast from memory, it costs a vector load. */
 TX_FN uint32_t tx_avx512_twice(uint32_t x) {
   return x << 16 | x;
 }
 
-/* What the scales of a group's blocks say. */
+/* The decoded scales of a group's blocks. */
 typedef struct tx_avx512_scales {
-  uint32_t m[TX_AVX512_GROUP], root[TX_AVX512_GROUP]; /* rebases, of bf16: tx_avx512_twice */
-  int32_t some_nan;                                   /* of either moment of any block */
+  uint32_t m[TX_AVX512_GROUP], root[TX_AVX512_GROUP]; /* rebases for bf16, doubled by tx_avx512_twice */
+  int32_t some_nan;                                   /* whether either moment of any block is NaN */
 } tx_avx512_scales;
 
-/* The first eight bytes, or `count` of them and some others; a number each. */
+/* The first eight bytes as eight numbers; bytes from `count` on are replaced by the first one. */
 TX_FN __m256i tx_avx512_bytes(const uint8_t *from, int32_t count) {
   uint8_t bytes[TX_AVX512_GROUP];
   if (__builtin_expect(count == TX_AVX512_GROUP, 1))
@@ -59,7 +59,7 @@ TX_FN __m256i tx_avx512_bytes(const uint8_t *from, int32_t count) {
   return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)bytes));
 }
 
-/* What tx_scale_decode makes of bytes that are not NaN's: rebases are linear in the exponent. */
+/* The rebases of tx_scale_decode for bytes that are not NaN's: they are linear in the exponent. */
 TX_FN void tx_avx512_rebases(tx_block_format f, __m256i bytes, uint32_t *rebases) {
   const __m256i least = _mm256_set1_epi32(f.min_exponent + 127), most = _mm256_set1_epi32(f.max_exponent + 127);
   const int32_t of_zero = (int32_t)(tx_scale_decode(f, 127).at.rebase >> 16) - (127 << 7);

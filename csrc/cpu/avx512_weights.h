@@ -1,6 +1,6 @@
-/* Weights beside remainders on a processor with AVX-512: what tx_step_remainders does, 32 at a time as words of two, so
- * that nothing crosses lanes. One byte shuffle under a mask takes the place of a shift and a selection, and what is
- * rare is watched for by comparisons under the mask of the earlier ones. Included by avx512_changes.h. */
+/* Steps weights with remainders with AVX-512, as tx_step_remainders does: 32 at a time, as words of two, so that
+ * nothing crosses lanes. A masked byte shuffle replaces a shift and a selection. Rare patterns are detected by
+ * comparisons under the mask of the earlier comparisons. Included by avx512_changes.h. */
 #ifndef TX_CPU_AVX512_WEIGHTS_H
 #define TX_CPU_AVX512_WEIGHTS_H
 
@@ -16,12 +16,12 @@ TX_FN __m512i tx_avx512_bits(__m512 x) {
   return _mm512_castps_si512(x);
 }
 
-/* The larger size of the two; NaN is passed over. */
+/* The larger magnitude of the two; NaNs are ignored. */
 TX_FN __m512 tx_avx512_farther(__m512 a, __m512 b) {
   return _mm512_range_ps(a, b, 0xb);
 }
 
-/* Upper halves of words to where lower halves are, and the other way: bytes of each lane for a shuffle. */
+/* Byte orders for a shuffle that moves upper halves of words down, and lower halves up. */
 #define TX_AVX512_DOWN _mm512_set4_epi32(0x0f0e0f0e, 0x0b0a0b0a, 0x07060706, 0x03020302)
 #define TX_AVX512_UP _mm512_set4_epi32(0x0d0c0d0c, 0x09080908, 0x05040504, 0x01000100)
 #define TX_AVX512_LOWER_BYTES 0x3333333333333333u
@@ -33,7 +33,7 @@ TX_FN __m512i tx_avx512_join_lower(__m512i first, __m512i second) {
   return _mm512_mask_shuffle_epi8(first, ~TX_AVX512_LOWER_BYTES, second, TX_AVX512_UP);
 }
 
-/* In each lane; loading one costs less than spreading it. */
+/* The constants in every lane; loading one costs less than broadcasting it. */
 typedef struct tx_avx512_constants {
   __m512 factor, m_weight, v_weight, rsqrt_bc2, eps, step_size, decay;
 } tx_avx512_constants;
@@ -49,7 +49,8 @@ TX_FN tx_avx512_constants tx_avx512_constants_of(const tx_adamw_constants *c) {
   return w;
 }
 
-/* Unrounded moments of a run of elements: of element 2 * i + k, or of fp32 weights 16 * k + i, at [k * stride + i]. */
+/* Unrounded moments of a run of elements: that of element 2 * i + k, or with fp32 weights of element 16 * k + i, is at
+ * [k * stride + i]. */
 typedef struct tx_avx512_moment_tile {
   const float *m, *root;
   int32_t stride;
@@ -58,17 +59,17 @@ TX_FN tx_avx512_moment_tile tx_avx512_moments_on(tx_avx512_moment_tile t, int32_
   return (tx_avx512_moment_tile){t.m + by, t.root + by, t.stride};
 }
 
-/* Ties are watched for where weights are stepped, NaN by who has them stepped. */
+/* The rare patterns that were met. Ties are recorded by the functions that step weights, NaN by their callers. */
 typedef struct tx_avx512_watch {
-  __mmask32 untied;   /* no remainder of these was -32768, as read or as written */
-  __mmask16 ordinary; /* no master of these was NaN; one whose sign is not its weight's has a NaN's pattern */
+  __mmask32 untied;   /* cleared for remainders that were -32768, as read or as written */
+  __mmask16 ordinary; /* cleared for masters that were NaN, as are those with another sign than their weight */
 } tx_avx512_watch;
 
 TX_FN tx_avx512_watch tx_avx512_watch_begin(void) {
   const tx_avx512_watch watch = {0xffffffffu, 0xffffu};
   return watch;
 }
-/* Masters of the first and of the second of some pairs. */
+/* x: the masters of the first and second elements of pairs. */
 TX_FN void tx_avx512_watch_numbers(tx_avx512_watch *watch, const __m512 x[2]) {
   watch->ordinary = _mm512_mask_cmp_ps_mask(watch->ordinary, x[0], x[1], _CMP_ORD_Q);
 }
@@ -76,20 +77,20 @@ TX_FN int tx_avx512_watch_is_quiet(tx_avx512_watch watch) {
   return (watch.untied == 0xffffffffu) & (watch.ordinary == 0xffffu);
 }
 
-/* Of 32 elements that are stepped: which weights changed; the masters of the first and of the second of each pair, and
- * the words of upper halves that they have now. */
+/* 32 stepped elements: which weights changed; the masters of the first and second elements of each pair; upper: words
+ * of the new masters' upper halves. */
 typedef struct tx_avx512_stepped {
   __mmask32 changed;
   __m512 before[2], now[2];
   __m512i upper;
 } tx_avx512_stepped;
 
-/* The quotients of tx_adamw_update, of the first, and of the second, of each word's pair. */
+/* The quotients of tx_adamw_update for the first and second elements of each word's pair. */
 typedef struct tx_avx512_quotients {
   __m512 of[2];
 } tx_avx512_quotients;
 TX_FN tx_avx512_quotients tx_avx512_divide(const tx_avx512_constants *c, tx_avx512_moment_tile tile) {
-  /* breadth first: what waits in the processor's scheduler is what bounds it */
+  /* breadth first: the step is bound by what waits in the processor's scheduler */
   tx_avx512_quotients q;
   for (int k = 0; k < 2; k++)
     q.of[k] = _mm512_mul_ps(_mm512_loadu_ps(tile.root + k * tile.stride), c->rsqrt_bc2);
@@ -98,13 +99,13 @@ TX_FN tx_avx512_quotients tx_avx512_divide(const tx_avx512_constants *c, tx_avx5
   return q;
 }
 
-/* The quotients that were asked for last. Those of `ahead`, unless it is NULL, are asked for: the divider is at work on
- * them while something else is done with these. */
-TX_FN tx_avx512_quotients tx_avx512_take(const tx_avx512_constants *c, tx_avx512_quotients *asked,
+/* Returns the quotients that were started last, and starts those of `ahead`, unless it is NULL: the divider works on
+ * them while the caller uses the returned ones. */
+TX_FN tx_avx512_quotients tx_avx512_take(const tx_avx512_constants *c, tx_avx512_quotients *started,
                                          const tx_avx512_moment_tile *ahead) {
-  const tx_avx512_quotients q = *asked;
-  if (ahead) *asked = tx_avx512_divide(c, *ahead);
-  __asm__ volatile("" : "+v"(asked->of[0]), "+v"(asked->of[1])); /* now, not where they are used */
+  const tx_avx512_quotients q = *started;
+  if (ahead) *started = tx_avx512_divide(c, *ahead);
+  __asm__ volatile("" : "+v"(started->of[0]), "+v"(started->of[1])); /* now, not where it is used */
   return q;
 }
 
@@ -116,7 +117,7 @@ TX_FN void tx_avx512_move(const tx_avx512_constants *c, tx_avx512_quotients q, c
     x[k] = _mm512_sub_ps(p[k], x[k]);
 }
 
-/* The words param[0 ... 15] and remainder[0 ... 15], of which kept_param and kept_remainder become copies. */
+/* Steps the words param[0 ... 15] and remainder[0 ... 15], and copies the old ones to kept_param and kept_remainder. */
 TX_FN tx_avx512_stepped tx_avx512_weights(const tx_avx512_constants *c, void *param, void *remainder,
                                           tx_avx512_quotients q, tx_avx512_watch *watch, uint32_t *kept_param,
                                           uint32_t *kept_remainder) {
@@ -140,35 +141,35 @@ TX_FN tx_avx512_stepped tx_avx512_weights(const tx_avx512_constants *c, void *pa
   return (tx_avx512_stepped){_mm512_cmpneq_epi16_mask(weights, stored), {p[0], p[1]}, {x[0], x[1]}, upper};
 }
 
-/* Of numbers as they lie in memory, those of the first, or of the second (k), of each pair. */
+/* The first (k = 0) or second (k = 1) elements of each pair, from 32 numbers in the order of memory. */
 TX_FN __m512 tx_avx512_unzip(__m512 low, __m512 high, const int k) {
   const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
   const __m512i odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
   return _mm512_permutex2var_ps(low, k == 0 ? even : odd, high);
 }
 
-/* Pairs as they lie in memory, of the first and the second of each: half h of the 32 elements. */
+/* The inverse: half h of 32 numbers in the order of memory, from the first and second elements of each pair. */
 TX_FN __m512 tx_avx512_zip(const __m512 x[2], const int h) {
   const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
   const __m512i high = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
   return _mm512_permutex2var_ps(x[0], h == 0 ? low : high, x[1]);
 }
 
-/* What rounds to nearest even where the lower half is cut off. */
+/* The pattern whose upper half is x rounded to nearest even. */
 TX_FN __m512i tx_avx512_nearest_upper(__m512 x) {
   const __m512i bits = tx_avx512_bits(x), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   return _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
 }
 
-/* The nearest even of masters that are no NaN, whose halves as words of two these are: up where the lower half is more
- * than 0x8000, counting one for an odd upper half. */
+/* Words of two masters, not NaN, rounded to nearest even, from words of their lower and of their upper halves: up if
+ * the lower half, plus one for an odd upper half, is more than 0x8000. */
 TX_FN __m512i tx_avx512_nearest(__m512i lower, __m512i upper) {
   const __m512i rest = _mm512_adds_epu16(lower, _mm512_and_si512(upper, _mm512_set1_epi16(1)));
   const __mmask32 up = _mm512_cmpgt_epu16_mask(rest, _mm512_set1_epi16((short)0x8000));
   return _mm512_mask_sub_epi16(upper, up, upper, _mm512_set1_epi16(-1));
 }
 
-/* The same of 32 fp32 masters, of which `kept` becomes a copy. */
+/* tx_avx512_weights with 32 fp32 masters; copies the old ones to `kept`. */
 TX_FN tx_avx512_stepped tx_avx512_masters(const tx_avx512_constants *c, void *param, void *master,
                                           tx_avx512_quotients q, float *kept) {
   const __m512 low = _mm512_loadu_ps(master), high = _mm512_loadu_ps((const char *)master + 64);

@@ -1,4 +1,4 @@
-/* Codes of 8-bit blocks of 128 elements, four to a lane-wide word: what every step on 8-bit moments shares. Included by
+/* Codes of 8-bit blocks of 128 elements, four per 32-bit lane, for every step on 8-bit moments. Included by
  * block_moments.h. */
 #ifndef TX_CPU_BLOCK_CODES_H
 #define TX_CPU_BLOCK_CODES_H
@@ -9,7 +9,7 @@
 
 #define TX_QUADS (TX_BLOCK / 4)
 
-/* A block's moment between step and codes: element 4 * w + k at [k][w]. */
+/* A block's unrounded moment; element 4 * w + k is at [k][w]. */
 typedef struct tx_quads {
   float x[4][TX_QUADS];
 } tx_quads;
@@ -23,7 +23,7 @@ static const uint32_t tx_quad_ramp[TX_QUADS] = {TX_RAMP_16_(0u), TX_RAMP_16_(16u
 #undef TX_RAMP_4_
 #undef TX_RAMP_16_
 
-/* Element k's code as stored, in its byte of a word; the codes of the elements before it in `word`. */
+/* Adds element k's code, in its byte, to a word that has the codes of the elements before it. */
 TX_FN uint32_t tx_quad_code(tx_block_format f, tx_block_plan plan, float x, uint32_t u, uint32_t word, const int k) {
   const int s = 23 - f.element.mantissa_bits;
   const uint32_t sizes = (f.sign_bit != 0u ? 0x7fu : 0xffu) << (8 * k);
@@ -32,7 +32,7 @@ TX_FN uint32_t tx_quad_code(tx_block_format f, tx_block_plan plan, float x, uint
   return f.sign_bit != 0u ? word | code | sign : word | code;
 }
 
-/* Rounded by threshold. */
+/* The codes of a block, rounded by thresholds; u: of the first element. */
 TX_FN void tx_encode_quads(tx_block_format f, tx_block_plan plan, const tx_quads *from, uint32_t u, void *to) {
   for (int32_t w = 0; w < TX_QUADS; w++) {
     uint32_t word = 0;
@@ -42,7 +42,7 @@ TX_FN void tx_encode_quads(tx_block_format f, tx_block_plan plan, const tx_quads
   }
 }
 
-/* The codes of a block doubled in place; rare. */
+/* Doubles the codes of a block in place; rare. */
 TX_FN void tx_double_quads(tx_block_format f, void *to) {
   const uint32_t one = 1u << f.element.mantissa_bits;
   uint8_t *codes = to;
@@ -61,7 +61,7 @@ TX_FN uint32_t tx_largest_code(tx_block_format f, const void *codes) {
   return largest;
 }
 
-/* One moment of a block to its codes; returns its scale byte. */
+/* Encodes one moment of a block; returns its scale byte. */
 TX_FN uint8_t tx_store_quads(tx_block_format f, int32_t amax_bits, const tx_quads *from, uint32_t u, void *to) {
   const tx_block_plan plan = tx_block_plan_from(f, amax_bits);
   if (__builtin_expect(plan.keep == 0u, 0)) {
@@ -75,7 +75,7 @@ TX_FN uint8_t tx_store_quads(tx_block_format f, int32_t amax_bits, const tx_quad
   return tx_block_scale_byte(plan, doubling);
 }
 
-/* tx_magnitude_bits of the largest. Of roots, which are never negative zero, unsigned patterns will do. */
+/* tx_magnitude_bits of the largest magnitude. Roots are never negative zero, so for them unsigned patterns suffice. */
 TX_FN int32_t tx_quads_amax(const tx_quads *q, const int roots) {
   uint32_t amax = 0;
   if (!roots) return tx_block_amax_bits(&q->x[0][0], TX_BLOCK);

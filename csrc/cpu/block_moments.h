@@ -1,12 +1,12 @@
-/* Moments of 8-bit blocks, decoded, averaged and unrounded: what every step on 8-bit moments shares. Included by
- * step_8bit.h and avx512_moments.h. */
+/* Decodes and averages the moments of 8-bit blocks, without rounding the results, for every step on 8-bit moments.
+ * Included by step_8bit.h and avx512_moments.h. */
 #ifndef TX_CPU_BLOCK_MOMENTS_H
 #define TX_CPU_BLOCK_MOMENTS_H
 
 #include "csrc/cpu/block_codes.h"
 #include "csrc/cpu/step_streams.h"
 
-/* The streams n blocks further on. */
+/* The streams from n blocks further on. */
 TX_FN tx_step_streams tx_blocks_on(tx_step_streams s, int32_t n, const tx_dtype param, const tx_dtype master,
                                    const tx_dtype grad) {
   const int64_t elements = (int64_t)n * TX_BLOCK;
@@ -25,12 +25,12 @@ TX_FN tx_step_streams tx_blocks_on(tx_step_streams s, int32_t n, const tx_dtype 
   return s;
 }
 
-/* Unrounded moments of the block. within: tx_adamw_average_within's. */
+/* Unrounded moments of a block. within: see tx_adamw_average_within. */
 TX_FN void tx_step_quad_moments(tx_adamw_constants c, tx_step_streams s, tx_quads *m, tx_quads *root,
                                 const tx_dtype grad, const int within) {
   const tx_block_format mf = tx_block_e4m3(), vf = tx_block_root_e4m4();
   tx_block_scale m_scale = tx_scale_decode(mf, *s.exp_avg_scale), v_scale = tx_scale_decode(vf, *s.exp_avg_sq_scale);
-  const uint32_t m_keep = m_scale.keep, v_keep = v_scale.keep; /* a word at a time */
+  const uint32_t m_keep = m_scale.keep, v_keep = v_scale.keep; /* masks applied to four codes at a time */
   m_scale.keep = v_scale.keep = 0xffffffffu;
   TX_NO_ALIASES
   for (int32_t w = 0; w < TX_QUADS; w++) {
@@ -47,7 +47,7 @@ TX_FN void tx_step_quad_moments(tx_adamw_constants c, tx_step_streams s, tx_quad
   }
 }
 
-/* The same of any gradients. */
+/* The same for any gradients. */
 static __attribute__((noinline)) void tx_step_quad_moments_any(const tx_adamw_constants *c, const tx_step_streams *s,
                                                                tx_quads *m, tx_quads *root, tx_dtype grad) {
   if (grad == TX_F32) {
@@ -57,7 +57,7 @@ static __attribute__((noinline)) void tx_step_quad_moments_any(const tx_adamw_co
   }
 }
 
-/* Unrounded moments of any block, and tx_magnitude_bits of their largest. */
+/* Unrounded moments of any block, and tx_magnitude_bits of their largest magnitudes. */
 TX_FN void tx_step_quad_first(tx_adamw_constants c, tx_step_streams s, tx_quads *m, tx_quads *root, const tx_dtype grad,
                               int32_t *m_amax, int32_t *root_amax) {
   tx_step_quad_moments(c, s, m, root, grad, 1);

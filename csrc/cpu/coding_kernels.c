@@ -1,4 +1,4 @@
-/* The loops that encode and decode, of the instruction set in use. */
+/* The loops that encode and decode, for the selected instruction set. */
 #include "csrc/cpu/coding_kernels.h"
 
 #include "csrc/cpu/isa.h"

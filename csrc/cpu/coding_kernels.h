@@ -1,5 +1,5 @@
-/* The table of loops of one instruction set that encode and decode, deltas and planes: libtorch_ext_delta.so has these
- * alone; kernels.h has the others. coding_kernels_isa.c fills one per row of isa.def. */
+/* The table of the loops of one instruction set that encode and decode deltas and planes. libtorch_ext_delta.so has
+ * only these; the others are in kernels.h. coding_kernels_isa.c fills in one for each row of isa.def. */
 #ifndef TX_CPU_CODING_KERNELS_H
 #define TX_CPU_CODING_KERNELS_H
 

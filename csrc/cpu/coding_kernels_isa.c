@@ -1,4 +1,4 @@
-/* The loops that encode and decode, for one instruction set, as kernels_isa.c has the others. */
+/* The loops that encode and decode, for one instruction set; the others are in kernels_isa.c. */
 #include "csrc/cpu/coding_kernels.h"
 #include "csrc/cpu/isa.h"
 #include "csrc/cpu/loop_checksum.h"

@@ -1,10 +1,10 @@
 /* Codes of many 16-bit weights at a time. Included by coding_kernels_isa.c only.
  *
- * Note [Batches]. How long a weight's code is, and which weight it stands for, are sums and look-ups that depend on no
- * other weight: loops over arrays, which the compiler makes vectors of. Only taking bits from a stream, or putting them
- * there, is one after the other, and does nothing else. What tables (csrc/math/delta_rungs.h) do not have has length 0
- * here, and is done weight by weight. Vectors have the last numbers too, however many these are: arrays have space for
- * a whole one, and what comes out past the end is nothing. */
+ * Note [Batches]. A code's length, and the weight that it stands for, are computed by sums and table look-ups that do
+ * not depend on other weights: loops over arrays, which the compiler vectorises. Only reading bits from a stream or
+ * writing them is sequential, and is done in loops that do nothing else. Weights that the tables
+ * (csrc/math/delta_rungs.h) do not cover get length 0 here and are processed one by one. The last vector may be
+ * incomplete: arrays have space for a whole one, and results past the end are ignored. */
 #ifndef TX_CPU_DELTA_BATCH_H
 #define TX_CPU_DELTA_BATCH_H
 
@@ -17,19 +17,19 @@
 #define TX_DELTA_BATCH 128
 #define TX_DELTA_LANES 16
 
-/* n numbers and what fills their last vector. */
+/* n rounded up to whole vectors. */
 TX_FN int32_t tx_delta_whole(int32_t n) {
   return (n + TX_DELTA_LANES - 1) & -TX_DELTA_LANES;
 }
 
-/* Codes that follow each other. */
+/* Consecutive codes. */
 typedef struct tx_delta_codes {
   uint32_t code[TX_DELTA_BATCH + TX_DELTA_LANES];
   int32_t length[TX_DELTA_BATCH + TX_DELTA_LANES];
 } tx_delta_codes;
 #define TX_DELTA_CODE_LONGEST 28
 
-/* Which of 64 lengths are 0. */
+/* Bits of those of 64 lengths that are 0. */
 TX_FN uint64_t tx_delta_lacking(const int32_t *length) {
   uint64_t found = 0;
 #if defined(__AVX512F__)
@@ -49,7 +49,8 @@ TX_FN uint64_t tx_delta_lacking(const int32_t *length) {
   return found;
 }
 
-/* Puts n codes, of TX_DELTA_CODE_LONGEST bits at most. Pairs, and pairs of pairs, are made many at a time. */
+/* Writes n codes of at most TX_DELTA_CODE_LONGEST bits. Pairs of codes, and pairs of pairs, are joined in vectorised
+ * loops. */
 TX_FN void tx_delta_put_codes(tx_bit_writer *writer, tx_delta_codes *c, int32_t n, tx_delta_ahead *ahead) {
   uint64_t pair[TX_DELTA_BATCH / 2 + TX_DELTA_LANES], four[TX_DELTA_BATCH / 4 + TX_DELTA_LANES];
   int32_t length[TX_DELTA_BATCH / 2 + TX_DELTA_LANES], all[TX_DELTA_BATCH / 4 + TX_DELTA_LANES];
@@ -77,22 +78,24 @@ TX_FN void tx_delta_put_codes(tx_bit_writer *writer, tx_delta_codes *c, int32_t 
   *writer = w;
 }
 
-/* In: weights (new ones where they are encoded, else the old ones) and the bounds on how far they went. */
+/* A batch. Input: weights (the new ones for encoding, the old ones for decoding) and the bounds on how far they
+ * moved. */
 typedef struct tx_delta_batch {
   uint32_t weight[TX_DELTA_BATCH];
   int32_t bound[TX_DELTA_BATCH];
-  tx_delta_codes codes;           /* a length without what is sent before it; 0: not by table */
+  tx_delta_codes codes;           /* a length does not include anything sent before the code; 0: not by table */
   uint32_t steps[TX_DELTA_BATCH]; /* for decoding */
-  int32_t entry[TX_DELTA_BATCH];  /* of tables */
+  int32_t entry[TX_DELTA_BATCH];  /* indices into the tables */
   uint32_t lengths[TX_DELTA_BATCH];
 } tx_delta_batch;
 
 TX_FN void tx_delta_batch_begin(tx_delta_batch *b) {
-  memset(b->weight, 0, sizeof b->weight); /* past the end of what is in them there is something */
+  memset(b->weight, 0, sizeof b->weight); /* so that entries past the end are initialised */
   memset(b->bound, 0, sizeof b->bound);
 }
 
-/* n entries of a table, and zeros in the rest of the last vector. gcc makes single loads of such a loop. */
+/* Looks up n table entries; the rest of the last vector becomes 0. With a gather instruction: gcc makes single loads of
+ * the plain loop. */
 TX_FN void tx_delta_look_up(const uint32_t *table, const int32_t *entries, int32_t n, uint32_t *found) {
   int32_t k = 0;
 #if defined(__AVX512F__)
@@ -106,12 +109,12 @@ TX_FN void tx_delta_look_up(const uint32_t *table, const int32_t *entries, int32
     found[k] = k < n ? table[entries[k]] : 0;
 }
 
-/* Of n weights of 16 bits, a block's, those at so many places. to: has space for a whole vector. */
+/* The weights at n_at positions of a block of n 16-bit weights. to: has space for a whole vector. */
 TX_FN void tx_delta_gather(const void *weights, int64_t n, const uint16_t *at, int32_t n_at, uint32_t *to) {
   int32_t k = 0;
   (void)n;
 #if defined(__AVX512F__)
-  for (; n % 2 == 0 && k < n_at; k += 16) { /* with the one beside it, where both are of the block */
+  for (; n % 2 == 0 && k < n_at; k += 16) { /* loads pairs of weights, which are within the block if n is even */
     const __mmask16 there = (__mmask16)(n_at - k < 16 ? (1u << (n_at - k)) - 1u : 0xffffu);
     const __m512i places = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(at + k)));
     const __m512i pairs =
@@ -125,14 +128,14 @@ TX_FN void tx_delta_gather(const void *weights, int64_t n, const uint16_t *at, i
     to[k] = ((const tx_mem_u16 *)weights)[at[k]];
 }
 
-/* The entry of the tables. */
+/* The index of a rung in the tables. */
 TX_FN int32_t tx_delta_rung_at(const tx_delta_rungs *t, int32_t exponent, int32_t bound, const tx_dtype dtype) {
   const int32_t at = bound - 16 * (exponent + tx_delta_rebias(dtype)) - t->first;
   const int32_t least = at < 0 ? 0 : at;
   return least < TX_DELTA_RUNGS ? least : TX_DELTA_RUNGS - 1;
 }
 
-/* What the table of lengths has of each. */
+/* Looks up each weight in the table of lengths. */
 TX_FN void tx_delta_batch_rungs(tx_delta_batch *b, const tx_delta_rungs *t, int32_t n, const tx_dtype dtype) {
   const int32_t whole = tx_delta_whole(n);
   for (int32_t k = 0; k < whole; k++) {
@@ -169,7 +172,7 @@ TX_FN void tx_delta_batch_encode(tx_delta_batch *b, const tx_delta_rungs *t, int
   }
 }
 
-/* Lengths of the codes of what n old weights became, where these don't depend on that. */
+/* Lengths of the codes for n old weights, where all weights of the window have the same length. */
 TX_FN void tx_delta_batch_lengths(tx_delta_batch *b, const tx_delta_rungs *t, int32_t n, const tx_dtype dtype) {
   const int32_t m = tx_delta_mantissa(dtype);
   const int32_t whole = tx_delta_whole(n);
@@ -179,8 +182,9 @@ TX_FN void tx_delta_batch_lengths(tx_delta_batch *b, const tx_delta_rungs *t, in
     const int32_t e = (int32_t)(size >> m);
     const uint32_t lengths = b->lengths[k], steps = lengths >> 24, length = lengths & 0xffu;
     const uint32_t low_bits = lengths >> 16 & 0xffu, high_bits = lengths >> 8 & 0xffu;
-    /* A window has one length where all of it is below the rung's `low`, or from there on and below `high`, or (where
-     * that is another one) from `high` on. What is below that of a rung without a table has none here. */
+    /* All weights of a window have one length if the whole window is below the rung's `low`, or between `low` and
+     * `high`, or (if lengths differ there) from `high` on. If the next smaller exponent's rung has no table, weights
+     * below `low` have none here. */
     const uint32_t low = 2 * steps + 2, high = (1u << m) - (length == 1 ? steps + 2 : 0);
     const uint32_t under = low_bits <= (uint32_t)m - 2 ? low_bits : 0;
     uint32_t found = significand >= low + steps ? length : 0;
@@ -191,7 +195,7 @@ TX_FN void tx_delta_batch_lengths(tx_delta_batch *b, const tx_delta_rungs *t, in
   }
 }
 
-/* Weights in the place of their codes, where they have lengths: as tx_delta_rung_find. */
+/* Replaces codes by the weights that they stand for, as tx_delta_rung_find, where there are lengths. */
 TX_FN void tx_delta_batch_decode(tx_delta_batch *b, int32_t n) {
   const int32_t whole = tx_delta_whole(n);
   for (int32_t k = 0; k < whole; k++) {

@@ -1,10 +1,11 @@
-/* Bounds on how far weights went, into their stream. Included by coding_kernels_isa.c only. */
+/* Writes the bounds on how far weights moved. Included by coding_kernels_isa.c only. */
 #ifndef TX_CPU_DELTA_BOUNDS_H
 #define TX_CPU_DELTA_BOUNDS_H
 
 #include "csrc/cpu/delta_loops.h"
 
-/* The bound of each TX_BLOCK of the segment in which something changed, at least 1; else 0. moved: of a whole one. */
+/* The bound of each TX_BLOCK of the segment: at least 1 if a weight changed, else 0. moved: has room for a whole
+ * segment. */
 TX_FN void tx_delta_moved_of(const tx_delta_encoder *e, uint16_t *moved) {
   const int64_t whole = e->n / TX_BLOCK;
   for (int64_t i = 0; i < whole; i++) {
@@ -20,7 +21,7 @@ TX_FN void tx_delta_moved_of(const tx_delta_encoder *e, uint16_t *moved) {
   }
 }
 
-/* The code of the largest of those of n weights; 0: nothing changed. */
+/* The code of the largest bound of n weights; 0: nothing changed. */
 TX_FN int32_t tx_delta_bound_of(const uint16_t *moved, int64_t n) {
   uint16_t most = 0;
   for (int64_t i = 0; i < n / TX_BLOCK; i++)
@@ -28,7 +29,7 @@ TX_FN int32_t tx_delta_bound_of(const uint16_t *moved, int64_t n) {
   return most ? tx_delta_bound_code(most) : 0;
 }
 
-/* A block's; found: tx_delta_bound_of it. */
+/* Writes a block's bound and returns it; found: tx_delta_bound_of the block. */
 TX_FN int32_t tx_delta_put_bound(tx_delta_encoder *e, int32_t found) {
   if (!(e->flags & TX_DELTA_BOUNDED)) return 0;
   const int32_t bound = found ? found : e->bound;
@@ -38,7 +39,8 @@ TX_FN int32_t tx_delta_put_bound(tx_delta_encoder *e, int32_t found) {
   return bound;
 }
 
-/* Of each TX_BLOCK of a block, by the grain; those that are not the block's go out, where something changed. */
+/* The bound of each TX_BLOCK of a block, by the grain. Those of groups in which something changed are written as
+ * differences to the block's. */
 TX_FN void tx_delta_put_bounds(tx_delta_encoder *e, const uint16_t *moved, int64_t n, int32_t bound, int32_t *bounds) {
   const int64_t grain = tx_delta_grain(e->flags), each = grain / TX_BLOCK;
   if (grain == TX_DELTA_BLOCK || !bound) {

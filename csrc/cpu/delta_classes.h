@@ -1,10 +1,13 @@
 /* Classes of the weights of a block. Included by coding_kernels_isa.c only.
  *
- * Note [Classes]. Small weights change more often than large ones: they have smaller steps. So the weights of a block
- * are told apart by the size of the old one, compared with multiples of the bound on how far any of them has moved, and
- * positions are counted in each class by itself. The sender knows the old weight's class where the new one is further
- * from a class's edge than the bound; the few others ("unsure") go first, with their positions in the block, and are in
- * no class on either side. Where most of a class changed, positions are of those that did not ("flipped"). */
+ * Note [Classes]. Small weights change more often than large ones, because their steps are smaller. So the weights of a
+ * block are divided into classes by magnitude, and positions are coded for each class separately. The edges of classes
+ * are multiples of the bound on how far any weight of the block moved.
+ *
+ * The class has to be that of the old weight, which the sender does not know. It follows from the new weight, if that
+ * is further from each edge than the bound. The few other changed weights are "unsure": they are sent first, with their
+ * positions in the block, and are in no class on either side. If most weights of a class changed, the positions are
+ * those of the weights that did not change ("flipped"). */
 #ifndef TX_CPU_DELTA_CLASSES_H
 #define TX_CPU_DELTA_CLASSES_H
 
@@ -18,7 +21,7 @@ TX_FN uint32_t tx_delta_weight(const void *weights, int64_t i, const tx_dtype dt
   return dtype == TX_F32 ? ((const tx_mem_u32 *)weights)[i] : ((const tx_mem_u16 *)weights)[i];
 }
 
-/* 2^octaves times the bound, as the bits of a weight of 16 bits: at least 1, at most infinity. */
+/* 2^octaves times the bound, as the bits of a 16-bit weight: at least 1, at most infinity. */
 TX_FN int32_t tx_delta_edge(int32_t bound, int32_t octaves, const tx_dtype dtype) {
   const int32_t m = tx_delta_mantissa(dtype);
   const int32_t e = (bound >> 4) + octaves - tx_delta_rebias(dtype);
@@ -29,12 +32,12 @@ TX_FN int32_t tx_delta_edge(int32_t bound, int32_t octaves, const tx_dtype dtype
 }
 
 typedef struct tx_delta_edges {
-  int32_t n; /* one less than classes */
+  int32_t n; /* one less than the number of classes */
   int32_t edge[TX_DELTA_CLASSES - 1];
 } tx_delta_edges;
 
-/* Where classes end, by measurement: with distances the old weight is known nearly always, and edges may be where more
- * would be unsure without. A single class, as that of fp32 weights, has no edge. */
+/* Edges of the classes, found by measurement. With distances the old weight is nearly always known, so edges may be
+ * where more weights would be unsure otherwise. A single class, as for fp32 weights, has no edge. */
 TX_FN tx_delta_edges tx_delta_edges_of(uint32_t flags, int32_t bound, const tx_dtype dtype) {
   const int32_t classes = tx_delta_classes(flags), first = flags & TX_DELTA_EXACT ? 4 : 6;
   if (classes == 1) return (tx_delta_edges){0};
@@ -51,7 +54,7 @@ TX_FN int32_t tx_delta_class(int64_t size, const tx_delta_edges *edges) {
   return found;
 }
 
-/* Sizes of new weights that may have been on the other side of an edge. A few more are in it, too. */
+/* The magnitudes of new weights whose old weight may have been on the other side of an edge; may have a few more. */
 typedef struct tx_delta_zone {
   uint32_t low, span;
 } tx_delta_zone;
@@ -65,14 +68,14 @@ TX_FN tx_delta_zone tx_delta_zone_of(int64_t edge, int32_t bound, const tx_dtype
   steps = steps < most ? steps : most;
   below = below < most ? below : most;
   const int64_t up = significand > 1 ? steps + 3 : steps + 4, down = significand >= steps + 3 ? steps + 3 : below + 3;
-  const int near = e < 2 || !tx_delta_is_narrow(2 * below, dtype); /* whose steps differ more than by half */
-  const int whole = below >= INT64_C(1) << m; /* edges end at infinity: half of this one is within the bound */
+  const int near = e < 2 || !tx_delta_is_narrow(2 * below, dtype); /* steps change by more than a factor of two */
+  const int whole = below >= INT64_C(1) << m; /* half of the edge is within the bound, as edges end at infinity */
   const int64_t low = whole ? 0 : edge - (near ? 2 * below + 4 : down), high = edge + (near ? 2 * below + 4 : up);
   return (tx_delta_zone){(uint32_t)(low > 0 ? low : 0), (uint32_t)(high - (low > 0 ? low : 0))};
 }
 
 #if defined(__AVX512BW__)
-/* Out of the mask registers, in which gcc would go on: all that is done there waits for one port. */
+/* Moves a mask out of the mask registers, in which gcc would continue: all their instructions wait for one port. */
 TX_FN uint64_t tx_delta_unmasked(__mmask32 mask) {
   uint64_t bits = mask;
   __asm__("" : "+r"(bits));
@@ -80,7 +83,8 @@ TX_FN uint64_t tx_delta_unmasked(__mmask32 mask) {
 }
 #endif
 
-/* One bit of each of 64 weights of 16 bits for each of n limits: whether its size is above that. */
+/* Compares the magnitudes of 64 16-bit weights with n limits: bit i of above[c] is set if weight i is above
+ * limits[c]. */
 TX_FN void tx_delta_compare(const void *weights, const int16_t *limits, const int32_t n, uint64_t *above) {
 #if defined(__AVX512BW__)
   const __m512i sizes = _mm512_set1_epi16(0x7fff);
@@ -135,7 +139,8 @@ TX_FN void tx_delta_compare(const void *weights, const int16_t *limits, const in
 #endif
 }
 
-/* What is below edges, and below and at the end of the zones around them. */
+/* Limits for tx_delta_compare: the last magnitude below each edge, the last one below each zone, and the last one in
+ * it. */
 typedef struct tx_delta_limits {
   int16_t below[TX_DELTA_CLASSES - 1], zone[TX_DELTA_CLASSES - 1], zone_last[TX_DELTA_CLASSES - 1];
 } tx_delta_limits;
@@ -158,8 +163,7 @@ TX_FN tx_delta_limits tx_delta_zones_of(const tx_delta_edges *edges, int32_t bou
   return limits;
 }
 
-/* Weights in classes: of 64 of them, of which those of `rest` are looked at, a mask for each. above: of the n edges;
- * what is above one is above those before it. */
+/* Divides 64 weights, those in `rest`, into classes: a mask for each. above: for the n edges, ascending. */
 TX_FN void tx_delta_split(const uint64_t *above, uint64_t rest, const int32_t n, uint64_t masks[TX_DELTA_CLASSES]) {
   masks[0] = rest;
   for (int32_t c = 1; c <= n; c++) {
@@ -168,7 +172,7 @@ TX_FN void tx_delta_split(const uint64_t *above, uint64_t rest, const int32_t n,
   }
 }
 
-/* A word's masks. ones: those of each class in the words before; and in this one afterwards. */
+/* Computes a word's masks. ones: how many weights of each class are in the words before; updated. */
 TX_FN void tx_delta_mask_word(const void *weights, uint64_t rest, const tx_delta_limits *limits, const int32_t n,
                               int64_t w, tx_delta_block *b, uint32_t *ones) {
   uint64_t above[TX_DELTA_CLASSES - 1], found[TX_DELTA_CLASSES];
@@ -181,9 +185,9 @@ TX_FN void tx_delta_mask_word(const void *weights, uint64_t rest, const tx_delta
   }
 }
 
-#define TX_DELTA_NEAR 1024 /* bytes, from the second cache into the first */
+#define TX_DELTA_NEAR 1024 /* bytes, prefetched from the L2 cache into L1 */
 
-/* The classes of weights but those that are unsure. ones: how many are in each. */
+/* Computes the masks of all weights that are not unsure. ones: how many are in each class. */
 TX_FN void tx_delta_masks(const void *weights, int64_t numel, const tx_delta_edges *edges, const int32_t n,
                           tx_delta_block *b, tx_delta_ahead *ahead, uint32_t *ones) {
   const tx_delta_limits limits = tx_delta_limits_of(edges);
@@ -202,14 +206,14 @@ TX_FN void tx_delta_masks(const void *weights, int64_t numel, const tx_delta_edg
     tx_delta_mask_word(padded, ~b->unsure[w] & ((UINT64_C(1) << (numel - 64 * w)) - 1u), &limits, n, w, b, found);
     w++;
   }
-  for (int32_t c = 0; c <= n; c++) { /* nothing is past the last word */
+  for (int32_t c = 0; c <= n; c++) { /* so that a search ends at the last word */
     for (int32_t i = 0; i < TX_DELTA_PAST; i++)
       b->before[c][w + i] = INT16_MAX;
   }
   memcpy(ones, found, sizeof found);
 }
 
-/* Classes of n weights by what they are now; TX_DELTA_CLASSES of those that may have been in another one. */
+/* The classes of n weights by their new values; TX_DELTA_CLASSES if the old weight may have been in another class. */
 TX_FN void tx_delta_classes_now(const uint32_t *now, int32_t n, const tx_delta_limits *limits, const int32_t n_edges,
                                 uint16_t *class_of) {
   for (int32_t k = 0; k < n; k++) {
@@ -223,7 +227,7 @@ TX_FN void tx_delta_classes_now(const uint32_t *now, int32_t n, const tx_delta_l
   }
 }
 
-/* The class, of so many, of one that changed; TX_DELTA_CLASSES: it is unsure. */
+/* The class of the weight at a position, of so many classes; TX_DELTA_CLASSES: unsure. */
 TX_FN int32_t tx_delta_class_at(const tx_delta_block *b, int64_t at, int32_t classes) {
   const int64_t w = at >> 6, i = at & 63;
   int32_t found = 0;

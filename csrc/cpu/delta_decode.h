@@ -1,9 +1,9 @@
-/* The streams of a segment into changed weights. Included by coding_kernels_isa.c only. Readers are copied while a loop
- * runs (csrc/cpu/delta_encode.h).
+/* Decodes the streams of a segment into changed weights. Included by coding_kernels_isa.c only. Readers are copied to
+ * locals while a loop runs (see csrc/cpu/delta_encode.h).
  *
- * Note [Decoding a block]. What is coded one after the other (gaps, values) runs in loops of its own, without a branch
- * that depends on the weights: gaps give places in a class, these set bits, and the list of all bits gives the old
- * weights beside which values are read. */
+ * Note [Decoding a block]. Everything sequential (gaps, values) is decoded in loops of its own, without branches that
+ * depend on the weights. Gaps give places in a class, and places set bits. The list of all set bits gives the old
+ * weights, with which values are decoded. */
 #ifndef TX_CPU_DELTA_DECODE_H
 #define TX_CPU_DELTA_DECODE_H
 
@@ -15,7 +15,7 @@
 /* -- positions ------------------------------------------------------------------------------------------------- */
 
 #if !defined(__BMI2__)
-/* Sets the bits, of a block, of a class's places that come after gaps. */
+/* Sets the bits, in the block, of the places of a class that the next gaps give. */
 TX_FN void tx_delta_take_class(tx_delta_source *source, const uint64_t *mask, const uint16_t *before, uint32_t ones,
                                uint64_t *bits) {
   tx_bit_window window = tx_window_of(&source->reader);
@@ -59,7 +59,7 @@ TX_FN int32_t tx_delta_take_each(tx_delta_decoder *d, int64_t n, const uint32_t 
 }
 #endif
 
-/* Lists those that changed: how many. */
+/* Lists the changed weights; returns how many. */
 TX_FN int32_t tx_delta_take_classes(tx_delta_decoder *d, const void *old, int64_t n, const tx_delta_edges *edges,
                                     const int32_t n_edges, tx_delta_ahead *ahead) {
   tx_delta_block *b = d->block;
@@ -97,7 +97,7 @@ TX_FN int32_t tx_delta_take_bound(tx_delta_decoder *d) {
   return d->bound;
 }
 
-/* held: whether the receiver has the old weight; where not, what the result says of the new one is nothing. */
+/* held: whether the receiver has the old weight; if not, the result is undefined. */
 TX_FN uint32_t tx_delta_take_value(tx_bit_reader *r, tx_rice *distance, const tx_delta_decoder *d, uint32_t old,
                                    int held, int32_t bound, const tx_dtype dtype) {
   if (d->flags & TX_DELTA_EXACT) {
@@ -120,7 +120,7 @@ TX_FN uint32_t tx_delta_take_value(tx_bit_reader *r, tx_rice *distance, const tx
   return found.weight;
 }
 
-/* The bound of each weight in a list, by the grain. */
+/* The bounds of the weights of a list, by the grain. */
 typedef struct tx_delta_bounds_in {
   tx_bit_reader reader;
   int64_t grain, upto;
@@ -135,10 +135,11 @@ TX_FN int32_t tx_delta_next_bound(tx_delta_bounds_in *in, int64_t at) {
   return in->sub;
 }
 
-/* What the n weights of a batch became, without what their lengths say where these are known. */
+/* Reads the codes of the n weights of a batch. Where the length is known, codes[k] gets the code, with other bits above
+ * it; else the new weight. */
 TX_FN void tx_delta_take_codes(tx_bit_reader *values, tx_delta_batch *b, const tx_delta_rungs *rungs, int32_t n,
                                tx_delta_ahead *ahead, const tx_dtype dtype) {
-  uint8_t last[2 * TX_DELTA_BATCH + 16]; /* bits of 16 for each, and those that a load has besides */
+  uint8_t last[2 * TX_DELTA_BATCH + 16]; /* 16 bits for each weight, and the bits that a load reads in addition */
   const uint64_t begin = values->at >> 3, left = values->bytes > begin ? values->bytes - begin : 0;
   const uint8_t *from = last;
   uint64_t at = values->at & 7;
@@ -164,7 +165,7 @@ TX_FN void tx_delta_take_codes(tx_bit_reader *values, tx_delta_batch *b, const t
   values->at = 8 * begin + at;
 }
 
-/* Values that are bits of weights, a batch after the other. */
+/* Decodes values that are bits of weights, batch by batch. */
 TX_FN void tx_delta_take_batches(tx_delta_decoder *d, const void *old, int64_t n, int32_t hits, tx_delta_bounds_in *in,
                                  tx_delta_ahead *ahead, tx_delta_changes out, const tx_dtype dtype) {
   const uint16_t *at = d->block->at;

@@ -1,5 +1,6 @@
-/* Changed weights into the streams of a segment. Included by coding_kernels_isa.c only. Writers are copied while a loop
- * runs: what bytes are written to could be the encoder's own else, for all the compiler knows. */
+/* Encodes changed weights into the streams of a segment. Included by coding_kernels_isa.c only. Writers are copied to
+ * locals while a loop runs: for all the compiler knows, the bytes that are written could be the encoder's own
+ * fields. */
 #ifndef TX_CPU_DELTA_ENCODE_H
 #define TX_CPU_DELTA_ENCODE_H
 
@@ -15,7 +16,7 @@ TX_FN int32_t tx_delta_distance(const uint8_t *distances, int64_t i) {
   return (half ^ 8) - 8;
 }
 
-/* Those that are as they were have not changed. */
+/* Removes weights from `changed` that have their old value again. */
 TX_FN void tx_delta_drop_returned(const uint8_t *distances, int64_t begin, int64_t n,
                                   uint64_t changed[TX_DELTA_WORDS]) {
   for (int64_t w = 0; 64 * w < n; w++) {
@@ -28,7 +29,7 @@ TX_FN void tx_delta_drop_returned(const uint8_t *distances, int64_t begin, int64
 
 /* -- positions ------------------------------------------------------------------------------------------------- */
 
-/* The classes of those next to an edge where distances say in which they were. */
+/* Sets the classes of unsure weights whose old value is known from their distance. */
 TX_FN void tx_delta_resolve(const tx_delta_encoder *e, int64_t begin, int32_t hits, const tx_delta_edges *edges,
                             const tx_dtype dtype) {
   tx_delta_block *b = e->block;
@@ -40,7 +41,7 @@ TX_FN void tx_delta_resolve(const tx_delta_encoder *e, int64_t begin, int32_t hi
   }
 }
 
-/* Moves them from the masks of the classes that they are in now to those in which they were. */
+/* Moves these weights from the masks of their new classes to those of their old ones. */
 TX_FN void tx_delta_move_resolved(tx_delta_block *b, int32_t hits, const tx_delta_edges *edges) {
   for (int32_t k = 0; k < hits; k++) {
     const int32_t was = b->class_of[k], now = tx_delta_class(b->now[k] & 0x7fff, edges);
@@ -51,7 +52,7 @@ TX_FN void tx_delta_move_resolved(tx_delta_block *b, int32_t hits, const tx_delt
   }
 }
 
-/* Those of a class, or where it is flipped those that did not change. */
+/* Writes the positions of the changed weights of a class, or, if the class is flipped, of the others. */
 TX_FN void tx_delta_put_class(tx_delta_encoder *e, int32_t c, int64_t n, int32_t n_of, uint32_t ones,
                               tx_delta_ahead *ahead) {
   tx_delta_block *b = e->block;
@@ -128,7 +129,7 @@ TX_FN void tx_delta_put_value(tx_bit_writer *w, tx_rice *far, const tx_delta_enc
   tx_put_bits(w, tx_delta_sent(tx_delta_ordered(bits, dtype), n), n);
 }
 
-/* Values that are bits of weights, a batch after the other. */
+/* Writes values that are bits of weights, batch by batch. */
 TX_FN void tx_delta_put_batches(tx_delta_encoder *e, int64_t begin, int32_t hits, const int32_t *bounds,
                                 tx_delta_ahead *ahead, const tx_dtype dtype) {
   const tx_delta_block *from = e->block;
@@ -176,7 +177,8 @@ TX_FN void tx_delta_put_values(tx_delta_encoder *e, int64_t begin, int32_t hits,
 
 /* -- segments -------------------------------------------------------------------------------------------------- */
 
-/* Which classes changed by more than half, judged by a word of every 16. bounds: of the blocks, 0 where nothing did. */
+/* Chooses the classes to be flipped: those of which more than half changed, judged by one word of every 16. bounds: of
+ * the blocks, 0 if nothing changed. */
 TX_FN void tx_delta_choose_flips(tx_delta_encoder *e, const int32_t bounds[TX_DELTA_BLOCKS], const tx_dtype dtype) {
   const int32_t classes = tx_delta_classes(e->flags);
   int64_t seen[TX_DELTA_CLASSES] = {0};
@@ -202,7 +204,7 @@ TX_FN void tx_delta_choose_flips(tx_delta_encoder *e, const int32_t bounds[TX_DE
     e->flags |= seen[c] > 0 ? (uint32_t)TX_DELTA_FLIPPED << c : 0;
 }
 
-/* moved: tx_delta_moved_of the segment; bound: the code of its largest. */
+/* moved: tx_delta_moved_of the segment; found: the code of the block's largest bound. */
 TX_FN void tx_delta_encode_block(tx_delta_encoder *e, int64_t begin, int64_t n, const uint16_t *moved, int32_t found,
                                  const tx_dtype dtype) {
   const int64_t size = dtype == TX_F32 ? 4 : 2;

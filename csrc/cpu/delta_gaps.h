@@ -1,14 +1,14 @@
-/* Gaps between positions in Rice codes, and back: functions, as a copy for each class would be more code than
- * processors keep at hand. Included by coding_kernels_isa.c only. */
+/* Writes and reads gaps between positions in Rice codes. These are functions, since an inlined copy for each class
+ * would be more code than a processor's instruction cache holds. Included by coding_kernels_isa.c only. */
 #ifndef TX_CPU_DELTA_GAPS_H
 #define TX_CPU_DELTA_GAPS_H
 
 #include "csrc/cpu/delta_batch.h"
 
-/* How Rice codes of n numbers have them: r of each, and the mean that follows. */
+/* remainders: the r with which each of n numbers is coded. Returns the Rice state after them. */
 TX_FN tx_rice tx_delta_remainders(tx_rice s, const uint32_t *numbers, int32_t n, int32_t *remainders) {
   int32_t k = 0;
-  for (int32_t i = 0; i < TX_RICE_GROUP && s.left < TX_RICE_GROUP && k < n; i++, k++) { /* of a group begun before */
+  for (int32_t i = 0; i < TX_RICE_GROUP && s.left < TX_RICE_GROUP && k < n; i++, k++) { /* the rest of a begun group */
     remainders[k] = s.r;
     tx_rice_follow(&s, numbers[k]);
   }
@@ -26,7 +26,7 @@ TX_FN tx_rice tx_delta_remainders(tx_rice s, const uint32_t *numbers, int32_t n,
   return s;
 }
 
-/* n numbers, which are for tx_rice_put one after the other; there is space for TX_DELTA_LANES more. */
+/* Writes n numbers as n calls of tx_rice_put would; there has to be space for TX_DELTA_LANES more. */
 TX_FN void tx_delta_put_numbers(tx_bit_writer *w, tx_rice *rice, uint32_t *numbers, int32_t n, tx_delta_ahead *ahead) {
   int32_t remainders[TX_DELTA_BATCH + TX_DELTA_LANES];
   tx_delta_codes codes;
@@ -53,7 +53,7 @@ TX_FN void tx_delta_put_numbers(tx_bit_writer *w, tx_rice *rice, uint32_t *numbe
   *rice = after;
 }
 
-/* Gaps before n_at of n places. */
+/* Writes the gaps before the n_at places `at` out of n. */
 static __attribute__((noinline, unused)) void tx_delta_put_gaps(tx_delta_stream *stream, const uint16_t *at,
                                                                 int32_t n_at, uint32_t n, tx_delta_ahead *ahead) {
   uint32_t gaps[TX_DELTA_BATCH + TX_DELTA_LANES];
@@ -71,8 +71,8 @@ static __attribute__((noinline, unused)) void tx_delta_put_gaps(tx_delta_stream 
   *stream = s;
 }
 
-/* Four numbers of r bits and a quotient each. ends: where each ends; they are no such ones where the last one's is
- * beyond TX_DELTA_FOUR_MOST. A shift and a count are all that one waits for of the one before it. */
+/* Reads four numbers of a quotient and r bits each. ends: where each ends; if the last end is above TX_DELTA_FOUR_MOST,
+ * the four are not valid. Each number depends on the one before by a shift and a count only. */
 #define TX_DELTA_FOUR_MOST 56
 TX_FN void tx_delta_four_in(uint64_t next, const int32_t r, uint32_t numbers[4], int32_t ends[4]) {
   const uint64_t rest = (UINT64_C(1) << r) - 1u;
@@ -89,7 +89,7 @@ TX_FN void tx_delta_four_in(uint64_t next, const int32_t r, uint32_t numbers[4],
   ends[3] = longest < 16 ? bits : TX_DELTA_FOUR_MOST + 1;
 }
 
-/* Sets the bits of n places that come after gaps. */
+/* Sets the bits of the places, out of n, that the next gaps give. */
 static __attribute__((noinline, unused)) void tx_delta_take_gaps(tx_delta_source *source, uint32_t n, uint64_t *bits,
                                                                  tx_delta_ahead *ahead) {
   tx_bit_window window = tx_window_of(&source->reader);
@@ -116,7 +116,7 @@ static __attribute__((noinline, unused)) void tx_delta_take_gaps(tx_delta_source
         tx_window_drop(&window, ends[3]);
         at = fourth + 1u + gaps[3];
         taken = 4;
-      } else { /* up to the end of the group or of the places */
+      } else { /* at the end of the group or of the places */
         const int two = rice.left > 1 && second < n, three = two && rice.left > 2 && third < n;
         if (two) bits[second >> 6] |= UINT64_C(1) << (second & 63);
         if (three) bits[third >> 6] |= UINT64_C(1) << (third & 63);

@@ -1,4 +1,4 @@
-/* Lists of where the ones of a block's bits are. Included by coding_kernels_isa.c only. */
+/* Lists the positions of the set bits of a block. Included by coding_kernels_isa.c only. */
 #ifndef TX_CPU_DELTA_LIST_H
 #define TX_CPU_DELTA_LIST_H
 
@@ -9,8 +9,8 @@
 #include "csrc/cpu/delta_loops.h"
 
 #if defined(__AVX512BW__) && defined(__AVX512DQ__)
-/* The first four ones of eight words, which go from there: 16 bits of each, 1023 and the place; 0: there is no such
- * one. A power of two becomes a double, whose exponent says where the one is. */
+/* Removes the first four set bits from each of eight words. Each bit gives 16 bits of the result: 1023 + its position,
+ * or 0 if there is none. A bit is converted to a double, whose exponent has its position. */
 TX_FN __m512i tx_delta_take_four(__m512i *words) {
   __m512i four = _mm512_setzero_si512();
   for (uint32_t i = 0; i < 4; i++) {
@@ -22,7 +22,8 @@ TX_FN __m512i tx_delta_take_four(__m512i *words) {
   return four;
 }
 
-/* Those of 32 numbers that are not 0, with others added: how many. There is space for 16 more. */
+/* Writes those of 32 numbers that are not 0, each plus its number in `add`; returns how many. There has to be space for
+ * 16 more. */
 TX_FN int32_t tx_delta_put_there(__m512i numbers, __m512i add, uint16_t *to) {
   const uint32_t there = _mm512_test_epi16_mask(numbers, numbers), low = there & 0xffffu, high = there >> 16;
   const __m512i sums = _mm512_add_epi16(numbers, add);
@@ -36,21 +37,21 @@ TX_FN int32_t tx_delta_put_there(__m512i numbers, __m512i add, uint16_t *to) {
   return __builtin_popcount(there);
 }
 
-/* The positions of the ones of a word, any number of them: how many. */
+/* Lists the positions of the set bits of a word, any number of them; returns how many. */
 TX_FN int32_t tx_delta_list_word(uint64_t word, int64_t first, uint16_t *at) {
   const __m512i places = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
   int32_t found = 0;
   for (int32_t i = 0; i < 64; i += 16, word >>= 16) {
-    const __m512i those = _mm512_add_epi32(places, _mm512_set1_epi32((int32_t)first + i));
-    const __m512i there = _mm512_maskz_compress_epi32((__mmask16)word, those);
+    const __m512i positions = _mm512_add_epi32(places, _mm512_set1_epi32((int32_t)first + i));
+    const __m512i there = _mm512_maskz_compress_epi32((__mmask16)word, positions);
     _mm256_storeu_si256((__m256i *)(at + found), _mm512_cvtepi32_epi16(there));
     found += __builtin_popcount((uint32_t)word & 0xffffu);
   }
   return found;
 }
 
-/* Those of n <= 8 words, which begin at position `first`: how many. Most have no more than four, and nearly all others
- * no more than eight, unless much changed. */
+/* Lists the positions of the set bits of n <= 8 words; `first` is the first word's position. Returns how many. Most
+ * words have no more than four, and nearly all others no more than eight, unless much changed. */
 TX_FN int32_t tx_delta_list_words(const uint64_t *words, int32_t n, int64_t first, uint16_t *at) {
   const int64_t word = 0x0040004000400040;
   const __m512i before = _mm512_set1_epi16((int16_t)(first - 1023));
@@ -75,14 +76,15 @@ TX_FN int32_t tx_delta_list_words(const uint64_t *words, int32_t n, int64_t firs
   return found;
 }
 #else
-/* The positions of the ones of n words, which begin at position `first`: how many. There is space for 3 more. */
+/* Lists the positions of the set bits of n words; `first` is the first word's position. Returns how many. There has to
+ * be space for 3 more. */
 TX_FN int32_t tx_delta_list_words(const uint64_t *words, int32_t n, int64_t first, uint16_t *at) {
   const uint64_t some = UINT64_C(1) << 63;
   int32_t found = 0;
   for (int32_t w = 0; w < n; w++, first += 64) {
     const int32_t ones = __builtin_popcountll(words[w]);
     uint64_t hits = words[w], second = hits & (hits - 1u), left = second & (second - 1u);
-    at[found] = (uint16_t)(first + __builtin_ctzll(hits | some)); /* most words have no more: no branch */
+    at[found] = (uint16_t)(first + __builtin_ctzll(hits | some)); /* no branch: most words have no more */
     at[found + 1] = (uint16_t)(first + __builtin_ctzll(second | some));
     at[found + 2] = (uint16_t)(first + __builtin_ctzll(left | some));
     for (int32_t i = 3; i < ones; i++) {
@@ -95,7 +97,7 @@ TX_FN int32_t tx_delta_list_words(const uint64_t *words, int32_t n, int64_t firs
 }
 #endif
 
-/* The positions of all ones of a block: how many. */
+/* Lists the positions of all set bits of a block; returns how many. */
 TX_FN int32_t tx_delta_list(const uint64_t *bits, int64_t n, uint16_t *at, tx_delta_ahead *ahead) {
   const int32_t words = (int32_t)((n + 63) / 64);
   int32_t found = 0;
@@ -107,7 +109,7 @@ TX_FN int32_t tx_delta_list(const uint64_t *bits, int64_t n, uint16_t *at, tx_de
   return found;
 }
 
-/* The same where most words have none. */
+/* The same, for bits of which most words have none. */
 TX_FN int32_t tx_delta_list_few(const uint64_t *bits, int64_t n, uint16_t *at) {
   int32_t found = 0;
   for (int64_t w = 0; 64 * w < n; w++) {

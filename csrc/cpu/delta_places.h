@@ -1,8 +1,9 @@
-/* Positions in a block, and the places that they are in their class. Included by coding_kernels_isa.c only.
+/* Converts positions in a block to places in a class, and back. Included by coding_kernels_isa.c only.
  *
- * Note [Places]. Positions are counted in each class by itself. Who sends a place counts the ones of the class's mask
- * before it. Who receives places makes bits of them, which lie next to each other ("packed") and are spread over the
- * mask by an instruction, 64 at a time; where there is none, each place is looked for. */
+ * Note [Places]. Positions are coded for each class separately, as places: the index of a weight among the weights of
+ * its class. The sender gets a place by counting the bits of the class's mask before the position. The receiver sets a
+ * bit for each place; these bits are contiguous ("packed"), and an instruction (pdep) spreads them over the mask, 64 at
+ * a time. Without that instruction, the position of each place is searched for. */
 #ifndef TX_CPU_DELTA_PLACES_H
 #define TX_CPU_DELTA_PLACES_H
 
@@ -12,7 +13,7 @@
 
 #include "csrc/cpu/delta_list.h"
 
-/* Lists by class those that changed; n_of: how many are in each, and unsure. */
+/* Lists the positions of changed weights by class; n_of: how many are in each class, and unsure. */
 TX_FN void tx_delta_sort(tx_delta_block *b, int32_t n, int32_t n_of[TX_DELTA_CLASSES + 1]) {
   for (int32_t c = 0; c <= TX_DELTA_CLASSES; c++)
     n_of[c] = 0;
@@ -23,8 +24,8 @@ TX_FN void tx_delta_sort(tx_delta_block *b, int32_t n, int32_t n_of[TX_DELTA_CLA
     const __m512i at = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(b->at + k)));
     for (int32_t c = 0; c <= TX_DELTA_CLASSES; c++) {
       const uint32_t of = _mm256_cmpeq_epi16_mask(class_of, _mm256_set1_epi16((int16_t)c)) & there;
-      const __m512i those = _mm512_maskz_compress_epi32((__mmask16)of, at);
-      _mm256_storeu_si256((__m256i *)(b->listed[c] + n_of[c]), _mm512_cvtepi32_epi16(those));
+      const __m512i positions = _mm512_maskz_compress_epi32((__mmask16)of, at);
+      _mm256_storeu_si256((__m256i *)(b->listed[c] + n_of[c]), _mm512_cvtepi32_epi16(positions));
       n_of[c] += __builtin_popcount(of);
     }
   }
@@ -36,7 +37,7 @@ TX_FN void tx_delta_sort(tx_delta_block *b, int32_t n, int32_t n_of[TX_DELTA_CLA
 #endif
 }
 
-/* Counts the ones of n + 1 masks anew. */
+/* Counts the bits of n + 1 masks again. */
 TX_FN void tx_delta_count(tx_delta_block *b, int64_t numel, const int32_t n, uint32_t *ones) {
   for (int32_t c = 0; c <= n; c++) {
     ones[c] = 0;
@@ -47,7 +48,7 @@ TX_FN void tx_delta_count(tx_delta_block *b, int64_t numel, const int32_t n, uin
   }
 }
 
-/* The places of n of a class in it, in the place of their positions in the block. */
+/* Replaces the positions of n weights of a class by their places. */
 TX_FN void tx_delta_places(const tx_delta_block *b, int32_t c, uint16_t *list, int32_t n, tx_delta_ahead *ahead) {
   const uint64_t *mask = b->masks[c];
   const uint16_t *before = b->before[c];
@@ -59,9 +60,10 @@ TX_FN void tx_delta_places(const tx_delta_block *b, int32_t c, uint16_t *list, i
   }
 }
 
-#if defined(__BMI2__) /* and not where processors are slow at it, as older ones are */
+#if defined(__BMI2__) /* not in the AVX2 build: on older processors with AVX2 pdep is slow */
 
-/* Whether no word has more than 57 of any of the n first classes: so many bits are in one load, wherever they begin. */
+/* Whether no word has more than 57 weights of any of the first n classes: so many bits are in a single load, wherever
+ * they begin. */
 TX_FN int tx_delta_is_sparse(const tx_delta_block *b, int64_t numel, const int32_t n) {
   const int64_t last = (numel - 1) / 64;
   uint16_t most = 0;
@@ -76,7 +78,8 @@ TX_FN int tx_delta_is_sparse(const tx_delta_block *b, int64_t numel, const int32
   return most <= 57;
 }
 
-/* What changed in a block, in n classes and outside of them, into `changed`. The first `sparse` of them are. */
+/* Sets the bits of all changed weights, from n classes and the unsure ones, in b->changed. The first `sparse` classes
+ * are sparse (tx_delta_is_sparse). */
 TX_FN void tx_delta_unpack_as(tx_delta_block *b, int64_t numel, const int32_t n, const int32_t sparse,
                               tx_delta_ahead *ahead) {
   for (int64_t w = 0; 64 * w < numel; w++) {
@@ -99,7 +102,7 @@ TX_FN void tx_delta_unpack_as(tx_delta_block *b, int64_t numel, const int32_t n,
   }
 }
 
-/* All but the class of the largest weights are sparse, mostly. */
+/* Mostly, all classes but that of the largest weights are sparse. */
 TX_FN void tx_delta_unpack(tx_delta_block *b, int64_t numel, const int32_t n, tx_delta_ahead *ahead) {
   if (tx_delta_is_sparse(b, numel, n - 1)) {
     tx_delta_unpack_as(b, numel, n, n - 1, ahead);
@@ -110,23 +113,23 @@ TX_FN void tx_delta_unpack(tx_delta_block *b, int64_t numel, const int32_t n, tx
 
 #else
 
-/* Which bit of a word has n ones below it; there are more: its byte by the sums of bytes, its place there by the sums
- * of bits. */
+/* The position of the set bit of a word that has n set bits below it; there has to be one. Its byte is found from the
+ * counts of bytes, its place in the byte from the counts of bits. */
 TX_FN int32_t tx_delta_select(uint64_t word, uint32_t n) {
   const uint64_t ones = UINT64_C(0x0101010101010101);
   uint64_t sums = word - (word >> 1 & (ones * 0x55));
   sums = (sums & (ones * 0x33)) + (sums >> 2 & (ones * 0x33));
-  sums = ((sums + (sums >> 4)) & (ones * 0x0f)) * ones;                      /* byte i: ones in bytes 0 ... i */
-  const uint64_t past = ((ones * 0x80 | (ones * n)) - sums) & (ones * 0x80); /* byte i: it has no more than n */
+  sums = ((sums + (sums >> 4)) & (ones * 0x0f)) * ones;                      /* byte i: set bits in bytes 0 ... i */
+  const uint64_t past = ((ones * 0x80 | (ones * n)) - sums) & (ones * 0x80); /* byte i: whether it has no more than n */
   const int32_t byte = (int32_t)((past >> 7) * ones >> 56) * 8;
   const uint64_t before = sums << 8 >> byte & 0xff;
   uint64_t bits = (word >> byte & 0xff) * ones & UINT64_C(0x8040201008040201);
-  bits = (((bits + (ones * 0x7f)) | bits) >> 7 & ones) * ones; /* byte i: ones in bits 0 ... i */
+  bits = (((bits + (ones * 0x7f)) | bits) >> 7 & ones) * ones; /* byte i: set bits in bits 0 ... i */
   const uint64_t under = ((ones * 0x80 | (ones * (n - before))) - bits) & (ones * 0x80); /* no more than n - before */
   return byte + (int32_t)((under >> 7) * ones >> 56);
 }
 
-/* The word of the weight before which so many of the class come; not before word w. */
+/* The word with the weight at a place of the class; the search begins at word w, which must not be after it. */
 TX_FN int64_t tx_delta_word_of(const uint16_t *before, uint32_t place, int64_t w) {
 #if defined(__AVX2__)
   const __m256i wanted = _mm256_set1_epi16((int16_t)place);

@@ -1,4 +1,5 @@
-/* Which instruction set's loops run: the fastest this processor has, unless TORCH_EXT_ISA or tx_isa_select says. */
+/* Selects the instruction set: the fastest that this processor has, unless TORCH_EXT_ISA or tx_isa_select names another
+ * one. */
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -24,13 +25,13 @@ static const char *const names[ROWS] = {
 };
 
 #if defined(__x86_64__)
-/* clang 14's __builtin_cpu_supports does not know it. (That the system saves its registers, AVX2 says.) */
+/* clang 14's __builtin_cpu_supports does not know F16C. (AVX2 implies that the system saves the registers.) */
 static int has_f16c(void) {
   unsigned a, b, c, d;
   return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) != 0;
 }
 
-/* AMX-BF16, which clang 14 does not know, either. */
+/* AMX-BF16, which clang 14 does not know either. */
 int32_t tx_isa_has_tiles(void) {
   unsigned a, b, c, d;
   return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1);
@@ -41,7 +42,7 @@ int32_t tx_isa_has_tiles(void) {
 }
 #endif
 
-/* Row i of those that this processor has; -1 past the end. */
+/* The i-th row that this processor has; -1 past the end. */
 static int32_t present(int32_t i) {
   int32_t at = 0;
 #define X(name, is_present) \
@@ -52,7 +53,7 @@ static int32_t present(int32_t i) {
   return -1;
 }
 
-/* The fastest that is named so, or of all where that is NULL; -1: none is. */
+/* The fastest available row with that name, or of all rows if name is NULL; -1: none. */
 static int32_t by_name(const char *name) {
   int32_t found = -1;
   for (int32_t i = 0; present(i) >= 0; i++) {
@@ -61,7 +62,7 @@ static int32_t by_name(const char *name) {
   return found;
 }
 
-/* The library's only global state: a row, and 1; 0 until first asked for. */
+/* The library's only global state: the selected row + 1; 0 before the first use. */
 static _Atomic(int32_t) selected;
 
 static void select_row(int32_t row) {
@@ -72,7 +73,7 @@ int32_t tx_isa_row_selected(void) {
   int32_t row = atomic_load_explicit(&selected, memory_order_relaxed) - 1;
   if (row >= 0) return row;
   row = by_name(getenv("TORCH_EXT_ISA"));
-  if (row < 0) row = by_name(NULL); /* tx_isa_select(NULL) reports a name that is unknown */
+  if (row < 0) row = by_name(NULL); /* an unknown name is reported by tx_isa_select(NULL) */
   select_row(row);
   return row;
 }

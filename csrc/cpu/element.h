@@ -1,5 +1,5 @@
-/* Reading and writing one element of a dtype known at compile time: what the loops are made of. Memory needs only byte
- * alignment, so the element types say so and alias anything. */
+/* Reads and writes single elements of a dtype known at compile time; the loops are built on it. Tensors may be aligned
+ * to one byte only, so the element types say so, and they may alias anything. */
 #ifndef TX_CPU_ELEMENT_H
 #define TX_CPU_ELEMENT_H
 
@@ -12,8 +12,8 @@ typedef float tx_mem_f32 __attribute__((aligned(1), may_alias));
 typedef uint16_t tx_mem_u16 __attribute__((aligned(1), may_alias));
 typedef uint32_t tx_mem_u32 __attribute__((aligned(1), may_alias));
 
-/* Before a loop whose iterations do not depend on each other by way of memory, which the compiler cannot see. clang
- * warns where it then vectorises nothing, as it does everywhere without -O2. */
+/* Put before a loop whose iterations do not depend on each other through memory, which the compiler cannot know. clang
+ * warns where it does not vectorise such a loop, which is everywhere without -O2. */
 #if defined(__clang__)
 #pragma clang diagnostic ignored "-Wpass-failed"
 #define TX_NO_ALIASES _Pragma("clang loop vectorize(assume_safety)")
@@ -21,7 +21,7 @@ typedef uint32_t tx_mem_u32 __attribute__((aligned(1), may_alias));
 #define TX_NO_ALIASES _Pragma("GCC ivdep")
 #endif
 
-/* Element i of p as fp32: exact for every dtype. */
+/* Element i of p as fp32; exact for every dtype. */
 TX_FN float tx_load(const void *p, int64_t i, const tx_dtype dtype) {
   switch (dtype) {
     case TX_F32:
@@ -35,7 +35,7 @@ TX_FN float tx_load(const void *p, int64_t i, const tx_dtype dtype) {
   }
 }
 
-/* x rounded to nearest even. */
+/* Stores x rounded to nearest even. */
 TX_FN void tx_store(void *p, int64_t i, const tx_dtype dtype, float x) {
   switch (dtype) {
     case TX_F32:
@@ -52,7 +52,7 @@ TX_FN void tx_store(void *p, int64_t i, const tx_dtype dtype, float x) {
   }
 }
 
-/* x rounded up where the threshold u is below its fraction, down otherwise. */
+/* Stores x rounded by threshold u (numeric.h). */
 TX_FN void tx_store_threshold(void *p, int64_t i, const tx_dtype dtype, float x, uint32_t u) {
   switch (dtype) {
     case TX_F32:

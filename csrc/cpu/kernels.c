@@ -1,4 +1,4 @@
-/* The loops of the instruction set in use. */
+/* The loops of the selected instruction set. */
 #include "csrc/cpu/kernels.h"
 
 #include "csrc/cpu/isa.h"

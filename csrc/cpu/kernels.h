@@ -1,7 +1,7 @@
-/* The table of loops of one instruction set. kernels_isa.c fills one per row of isa.def.
+/* The table of loops of one instruction set. kernels_isa.c fills in one for each row of isa.def.
  *
- * A loop works on one piece: a run of elements that begins on a block edge of its tensor. It runs under tx_fp_enter's
- * mode, validates nothing, allocates nothing. */
+ * A loop works on one piece: a run of elements that begins at a block's edge in its tensor. It runs in the
+ * floating-point mode of tx_fp_enter. It validates nothing and allocates nothing. */
 #ifndef TX_CPU_KERNELS_H
 #define TX_CPU_KERNELS_H
 
@@ -15,7 +15,8 @@
 #include "csrc/math/noise.h"
 #include "csrc/torch_ext.h"
 
-/* Of a piece, what tx_adamw_args asks the step to leave behind beside states; each NULL where nobody asked. */
+/* Where the extra outputs of a piece go (changed, moved, distances, emas, healths of tx_adamw_args); NULL: not
+ * requested. */
 typedef struct tx_step_extras {
   uint8_t *changed;
   uint16_t *moved; /* at any address */
@@ -25,44 +26,44 @@ typedef struct tx_step_extras {
   tx_dtype ema_dtype; /* BF16, F32 */
   float ema_weight;   /* 1 - ema_decay */
   uint32_t ema_u;     /* dithered threshold of the piece's first element */
-  int ema_begins;     /* the average is what masters are */
-  int64_t *health;    /* of the task alone */
+  int ema_begins;     /* whether the average is set to the masters */
+  int64_t *health;    /* a row of the task's own */
 } tx_step_extras;
 
 typedef struct tx_adamw_piece {
   int64_t n;
   const void *grad;
   void *param;
-  void *master;     /* NULL without */
-  void *checksums;  /* of the piece's blocks, renewed; NULL without */
-  int resyncs;      /* where a checksum is another one the remainders of its block are dropped before the step */
+  void *master;     /* NULL: none */
+  void *checksums;  /* of the piece's blocks, renewed by the step; NULL: none */
+  int resyncs;      /* whether the remainders of a block with a changed checksum are dropped before the step */
   int whole;        /* see tx_sample_loop */
-  int stream_store; /* weights beside fp32 masters are better not left in the caches */
+  int stream_store; /* whether weights with fp32 masters should bypass the caches */
   void *exp_avg;
   void *exp_avg_sq;
   uint8_t *exp_avg_scale;    /* one byte per block; NULL unless exp_avg is F16 or U8 */
   uint8_t *exp_avg_sq_scale; /* likewise */
   const tx_adamw_constants *constants;
   tx_noise exp_avg_noise, exp_avg_sq_noise, param_noise;
-  tx_dtype grad_dtype, param_dtype, master_dtype, exp_avg_dtype, exp_avg_sq_dtype; /* legal together (combos.def) */
+  tx_dtype grad_dtype, param_dtype, master_dtype, exp_avg_dtype, exp_avg_sq_dtype; /* a row of combos.def */
   int32_t moment_rounding, weight_rounding;
   const tx_step_extras *extras; /* NULL: none */
 } tx_adamw_piece;
 
-/* Returns how many weights are in blocks of remainders that were dropped. */
+/* Returns how many weights are in blocks whose remainders were dropped. */
 typedef int64_t (*tx_adamw_loop)(const tx_adamw_piece *piece);
 
-/* Elements that a caller hands to the loops below at a time: a few blocks, so that buffers stay in the first-level
- * cache. */
+/* Elements that the loops below get at a time: a few blocks, so that buffers stay in the L1 cache. */
 #define TX_TILE ((int64_t)1024)
 
-/* A run in some form to n <= TX_TILE floats. scales: of the run's blocks; unused where the form has none. */
+/* Converts a run of some form to n <= TX_TILE floats. scales: of the run's blocks; unused if the form has none. */
 typedef void (*tx_load_loop)(const void *from, const uint8_t *scales, int64_t n, float *to);
-/* The other way. The run begins `at` elements into the noise's stream. */
+/* Converts floats to a run of some form. Its first element has the threshold number `at` of noise. */
 typedef void (*tx_store_loop)(const float *from, int64_t n, void *to, uint8_t *scales, tx_noise noise, int64_t at,
                               int32_t rounding);
 
-/* Adds block sums of squares to TX_NORM_LIMBS limbs, carried; returns the number of non-finite elements. */
+/* Adds block sums of squares to TX_NORM_LIMBS limbs and propagates carries; returns the number of non-finite
+ * elements. */
 typedef int64_t (*tx_stats_loop)(const void *from, int64_t n, int64_t *limbs);
 
 /* shard = [shard +] (chunks[0] + ... + chunks[n_chunks - 1]) * scale */
@@ -71,13 +72,13 @@ typedef struct tx_reduce_piece {
   int64_t begin; /* of the piece in the chunks; a multiple of TX_BLOCK */
   int64_t n_chunks;
   const tx_tensor *chunks;
-  const tx_tensor *scales; /* NULL unless the chunks are scaled */
+  const tx_tensor *scales; /* NULL unless the chunks have block scales */
   void *shard;             /* of the piece */
   int64_t *limbs;          /* NULL: no statistics */
   float scale;
   int32_t accumulate; /* whether the shard's own value is added */
 } tx_reduce_piece;
-/* Returns the number of non-finite elements that the shard then holds; 0 without limbs. */
+/* Returns the number of non-finite elements that the shard has afterwards; 0 if limbs is NULL. */
 typedef int64_t (*tx_reduce_loop)(const tx_reduce_piece *piece);
 
 typedef void (*tx_encode_master_loop)(const void *master, void *param, void *remainder, int64_t n);
@@ -85,24 +86,26 @@ typedef void (*tx_decode_master_loop)(const void *param, const void *remainder, 
 /* mode: tx_resync_mode. Returns the number of elements that change. */
 typedef int64_t (*tx_resync_loop)(const void *param, void *master, int64_t n, int32_t mode);
 
-/* Weights of a tensor, from a multiple of TX_CHECKSUM on, against the checksums of their blocks. mode:
- * tx_checksum_mode. Returns how many weights are in blocks whose checksum is another; 0 for TX_CHECKSUM_RENEW. */
+/* Compares or renews the checksums of weights with remainders. The piece begins at a multiple of TX_CHECKSUM. mode:
+ * tx_checksum_mode. Returns how many weights are in blocks with a changed checksum; 0 for TX_CHECKSUM_RENEW. */
 typedef int64_t (*tx_checksum_loop)(const void *param, void *remainder, void *checksums, int64_t n, int32_t mode);
 
-/* The sampled checksums of 16-bit weights beside fp32 masters, from a multiple of TX_SAMPLED on: renewed, or (any other
- * mode) compared only. whole: the tensor is so small that its sample is all of it. Returns how many are others. */
+/* The same for the sampled checksums of 16-bit weights with fp32 masters, from a multiple of TX_SAMPLED on:
+ * TX_CHECKSUM_RENEW renews them, any other mode only compares. whole: whether the tensor is so small that its sample
+ * consists of all its weights. Returns how many checksums differ. */
 typedef int64_t (*tx_sample_loop)(const void *param, void *checksums, int64_t n, int whole, int32_t mode);
 
-/* All blocks of a message; the number of escapes, or TX_COMPRESSED_NOT where that is more than there is space for. */
+/* Compresses all blocks of a message. Returns the number of escapes, or TX_COMPRESSED_NOT if there are more than
+ * fit. */
 typedef int64_t (*tx_compress_loop)(const void *values, const tx_compressed *to);
-/* The other way; each block's count of escapes is right. */
+/* Expands a message, in which each block's count of escapes has to be right. */
 typedef void (*tx_expand_loop)(const tx_compressed *from, void *values);
 
-/* The matrices of a piece. */
+/* The matrices that a piece has elements of. */
 typedef struct tx_muon_parts {
-  const tx_muon_part *first; /* that with the piece's first element */
+  const tx_muon_part *first; /* the one with the piece's first element */
   const tx_muon_part *end;   /* of the table */
-  int64_t begin;             /* the piece's, in its tensor */
+  int64_t begin;             /* of the piece, in its tensor */
 } tx_muon_parts;
 
 typedef struct tx_muon_momentum_piece {
@@ -116,7 +119,7 @@ typedef struct tx_muon_momentum_piece {
   tx_dtype grad_dtype, momentum_dtype, work_dtype;
   int32_t rounding;
   int32_t nesterov;
-  int32_t stream_store; /* the work is better not left in the caches */
+  int32_t stream_store; /* whether `work` should bypass the caches */
 } tx_muon_momentum_piece;
 typedef void (*tx_muon_momentum_loop)(const tx_muon_momentum_piece *piece);
 
@@ -124,17 +127,17 @@ typedef struct tx_muon_update_piece {
   int64_t n;
   const void *update;
   void *param;
-  void *master;    /* NULL without */
-  void *checksums; /* of the piece's blocks, renewed; NULL without */
+  void *master;    /* NULL: none */
+  void *checksums; /* of the piece's blocks, renewed by the step; NULL: none */
   tx_muon_parts parts;
-  const tx_muon_rate *rates; /* of parts.first and those after it */
+  const tx_muon_rate *rates; /* the first one is of parts.first */
   tx_noise noise;
-  tx_dtype update_dtype, param_dtype, master_dtype; /* the latter legal together (combos.def) */
+  tx_dtype update_dtype, param_dtype, master_dtype; /* param and master: a legal combination (combos.def) */
   int32_t rounding;
   int32_t resyncs, whole, stream_store; /* see tx_adamw_piece */
   const tx_step_extras *extras;         /* NULL: none */
 } tx_muon_update_piece;
-/* Returns what tx_adamw_loop returns. */
+/* Returns how many weights are in blocks whose remainders were dropped. */
 typedef int64_t (*tx_muon_update_loop)(const tx_muon_update_piece *piece);
 
 typedef struct tx_kernels {
@@ -145,7 +148,7 @@ typedef struct tx_kernels {
   tx_reduce_loop reduce[TX_WIRES][TX_PLAINS];
   tx_encode_master_loop encode_master;
   tx_decode_master_loop decode_master;
-  tx_resync_loop resync[TX_WEIGHTS]; /* NULL in the rows without a master */
+  tx_resync_loop resync[TX_WEIGHTS]; /* NULL in rows without a master */
   tx_checksum_loop checksum;
   tx_sample_loop sample;
   tx_compress_loop compress;

@@ -1,7 +1,5 @@
-/* Every loop but those that encode and decode, for one instruction set: the build compiles this file once per row of
- * isa.def with -DTX_ISA=<name> and the flags of bazel/isa.bzl. Nothing here differs between them but what the compiler
- * makes of it.
- */
+/* All loops except those that encode and decode, for one instruction set. The build compiles this file once for each
+ * row of isa.def with -DTX_ISA=<name> and the flags of bazel/isa.bzl; only the compiler's output differs. */
 #include "csrc/cpu/isa.h"
 #include "csrc/cpu/kernels.h"
 #include "csrc/cpu/loop_adamw.h"

@@ -1,6 +1,7 @@
-/* The step. Streams that combos.def lists as compiled are read and written in place; every other legal combination runs
- * through the same instances: its odd streams are brought to fp32 a tile at a time, in L1, and rounded from there.
- * Which way a stream goes changes no bit. Included by kernels_isa.c only. */
+/* The step of a piece, for every legal combination of dtypes. Combinations that combos.def lists as compiled have an
+ * instance of their own, which reads and writes its streams in place. Any other combination uses one of these
+ * instances: streams that the instance does not take are staged, which means that they are converted to fp32 a tile at
+ * a time, in L1, and rounded from there. Which way a stream takes changes no bit. Included by kernels_isa.c only. */
 #ifndef TX_CPU_LOOP_ADAMW_H
 #define TX_CPU_LOOP_ADAMW_H
 
@@ -18,7 +19,7 @@
 
 typedef void (*tx_step_instance)(const tx_adamw_constants *c, const tx_step_streams *s, int32_t n);
 
-/* 8-bit moments: by AVX-512's own loop where there is one for the other streams. n as tx_step_8bit's. */
+/* 8-bit moments: with the AVX-512 loop if there is one for the other streams. n: see tx_step_8bit. */
 TX_FN void tx_step_blocks(tx_adamw_constants c, tx_step_streams s, int32_t n, const tx_dtype param,
                           const tx_dtype master, const tx_dtype grad) {
 #if TX_HAS_AVX512
@@ -50,7 +51,7 @@ TX_FOR_EACH_LOOP_WEIGHT(TX_STEP_DEFINE_W_, )
 static const tx_step_instance tx_step_instances[TX_LOOP_WEIGHTS][TX_LOOP_GRADS][TX_LOOP_MOMENTS] = {
     TX_FOR_EACH_LOOP_WEIGHT(TX_STEP_ENTRY_W_, )};
 
-/* For what no row has in place: everything in fp32, whatever the constants. */
+/* For combinations without an instance: everything in fp32, with any constants. */
 static void tx_step_staged(const tx_adamw_constants *c, const tx_step_streams *s, int32_t n) {
   tx_step_fp32(*c, *s, n, 0, 0);
 }
@@ -58,7 +59,7 @@ static void tx_step_staged_root(const tx_adamw_constants *c, const tx_step_strea
   tx_step_fp32(*c, *s, n, 0, 1);
 }
 
-/* Positions in the lists of compiled rows; -1: no row has the stream in place. */
+/* Indices into the lists of compiled rows; -1: no row has the stream in place. */
 static int tx_loop_weight(tx_dtype param, tx_dtype master) {
 #define TX_MATCH_(w, P, W, ...) \
   if (param == TX_##P && master == TX_##W) return w;
@@ -84,19 +85,19 @@ static int tx_loop_moment(tx_dtype moment) {
 static const tx_load_loop tx_load_loops[TX_FORMS] = {TX_LOAD_LOOPS};
 static const tx_store_loop tx_store_loops[TX_FORMS] = {TX_STORE_LOOPS};
 
-/* A stream that may need a tile: where it lies and, if it is staged through fp32, by which loops. */
+/* A stream that may have to be staged. */
 typedef struct tx_stage {
   char *memory;
   uint8_t *scales;
-  char *remainders; /* beside a weight: together they are the stream */
+  char *remainders; /* of a weight that is the stream together with them */
   int64_t element_size;
-  tx_load_loop load; /* NULL, as store: read and written in place */
+  tx_load_loop load; /* NULL, and store too: the stream is read and written in place */
   tx_store_loop store;
   tx_noise noise;
   int32_t rounding;
 } tx_stage;
 
-/* The `n` elements from `at` on, in the form that the loop reads. */
+/* The n elements from `at` on as the instance reads them: in place, or converted into `tile`. */
 static void *tx_stage_in(const tx_stage *s, int64_t at, int64_t n, float *tile) {
   char *memory = s->memory + at * s->element_size;
   if (s->remainders) {
@@ -135,16 +136,16 @@ static tx_stage tx_staged(const void *memory, uint8_t *scales, tx_dtype dtype, t
                     .rounding = rounding};
 }
 
-/* How one piece's streams reach which instance. */
+/* Which instance a piece uses, and which of its streams are staged. */
 typedef struct tx_adamw_route {
   tx_stage grad, param, exp_avg, exp_avg_sq;
   tx_step_instance instance;
-  int32_t width;    /* the instance takes a multiple of so many elements */
-  int steps_master; /* it steps the fp32 master itself; the parameter is rounded from it afterwards */
+  int32_t width;    /* the instance takes a multiple of that many elements */
+  int steps_master; /* whether it steps the fp32 masters themselves; weights are rounded from them afterwards */
   int staged;
 } tx_adamw_route;
 
-/* Moments, through tiles. */
+/* Stages the moments. */
 static void tx_stage_moments(const tx_adamw_piece *a, tx_adamw_route *route) {
   const tx_dtype m = a->exp_avg_dtype, v = a->exp_avg_sq_dtype;
   if (m != TX_F32) {
@@ -171,7 +172,8 @@ static void tx_stage_weight(const tx_adamw_piece *a, tx_adamw_route *route) {
   route->steps_master = a->master_dtype == TX_F32;
 }
 
-/* *route: zeros. It is filled in where it is: what is stored in words and then copied in vectors has to wait. */
+/* *route: zeros on entry. It is filled in place: returning it by value would copy, in vectors, what was just stored in
+ * words, and such loads have to wait for the stores. */
 static void tx_route(const tx_adamw_piece *a, tx_adamw_route *route) {
   route->width = 2 * TX_GROUP;
   tx_in_place(&route->grad, a->grad, a->grad_dtype);
@@ -195,7 +197,7 @@ static void tx_route(const tx_adamw_piece *a, tx_adamw_route *route) {
     route->instance = a->exp_avg_sq_scale ? tx_step_staged_root : tx_step_staged;
     return;
   }
-  /* what has no row in place comes as fp32 */
+  /* staged streams are fp32 */
   if (moment < 0) moment = tx_loop_moment(TX_F32);
   if (grad < 0) grad = tx_loop_grad(TX_F32);
   if (weight < 0) weight = tx_loop_weight(TX_F32, TX_NONE);
@@ -203,7 +205,7 @@ static void tx_route(const tx_adamw_piece *a, tx_adamw_route *route) {
   if (moment == tx_loop_moment(TX_U8)) route->width = TX_BLOCK;
 }
 
-/* The streams `n` elements further on; n: a multiple of TX_BLOCK where there are scales. */
+/* Moves the streams n elements on; n: a multiple of TX_BLOCK if there are scales. */
 static void tx_advance(tx_step_streams *s, const int64_t sizes[5], int64_t n) {
   s->grad = (const char *)s->grad + n * sizes[0];
   s->param = (char *)s->param + n * sizes[1];
@@ -218,7 +220,7 @@ static void tx_advance(tx_step_streams *s, const int64_t sizes[5], int64_t n) {
   s->begin += n;
 }
 
-/* The last n elements of the streams by way of padded copies: the instance takes `width` > n. */
+/* Steps the last n elements in padded copies, since the instance takes `width` > n. */
 static void tx_step_padded(const tx_adamw_route *route, const tx_adamw_constants *c, tx_step_streams *s,
                            const int64_t sizes[5], int32_t n) {
   char padded[5][TX_BLOCK * sizeof(float)];
@@ -230,7 +232,7 @@ static void tx_step_padded(const tx_adamw_route *route, const tx_adamw_constants
   s->exp_avg_sq = padded[4];
   for (int i = 0; i < 5; i++) {
     if (!streams[i]) continue;
-    memset(padded[i], 0, (size_t)(route->width * sizes[i])); /* all of it would take as long as stepping it */
+    memset(padded[i], 0, (size_t)(route->width * sizes[i])); /* clearing all of it would take as long as the step */
     memcpy(padded[i], streams[i], (size_t)(n * sizes[i]));
   }
   route->instance(c, s, route->width);
@@ -238,7 +240,7 @@ static void tx_step_padded(const tx_adamw_route *route, const tx_adamw_constants
     if (streams[i]) memcpy(streams[i], padded[i], (size_t)(n * sizes[i]));
 }
 
-/* The checksums of n weights that no instance looks at itself. */
+/* Processes (mode) the checksums of n weights that no instance processes. */
 _Static_assert(TX_TILE % TX_CHECKSUM == 0, "a tile has whole checksums");
 TX_FN void *tx_checksums_at(const tx_adamw_piece *a, int64_t at) {
   return (char *)a->checksums + at / TX_CHECKSUM * (int64_t)sizeof(uint64_t);
@@ -249,17 +251,17 @@ static int64_t tx_checksum_tile(const tx_adamw_piece *a, int64_t at, int64_t n, 
                             (int32_t)mode, 0);
 }
 
-/* Checksums of n weights before they are stepped, where no instance looks at them. Returns how many are in blocks that
- * were taken over. */
-static int64_t tx_look_at_tile(const tx_adamw_piece *a, int64_t at, int64_t n) {
+/* The same before the weights are stepped: compares, and resyncs if a->resyncs. Returns how many weights are in blocks
+ * that were resynced. */
+static int64_t tx_compare_tile(const tx_adamw_piece *a, int64_t at, int64_t n) {
   if (!a->resyncs && !a->extras) return 0;
   const int64_t written = tx_checksum_tile(a, at, n, a->resyncs ? TX_CHECKSUM_RESYNC : TX_CHECKSUM_CHECK);
   if (a->extras && written) tx_note_written(a->extras, at, n);
   return a->resyncs ? written : 0;
 }
 
-/* The n elements of a piece from `at` on that instances do not note themselves: all of a tile that is staged, and what
- * is no whole block. */
+/* The n elements of a piece from `at` on for which instances do not compute the extra outputs: all of a staged tile,
+ * and the elements after the last whole block. */
 typedef struct tx_rest {
   int64_t at, n;
   tx_weights before;
@@ -278,7 +280,8 @@ static void tx_note_rest(const tx_adamw_piece *a, const tx_rest *rest) {
   tx_note_loops[tx_combo_weight(a->param_dtype, a->master_dtype)](rest->before, now, rest->n, a->extras, rest->at);
 }
 
-/* The n elements that the streams have: whole checksums first, then whole blocks where they are noted. */
+/* Steps the n elements of the streams: first those in whole checksum blocks, then, with extra outputs, the other whole
+ * blocks, then the rest. */
 static void tx_step_run(const tx_adamw_route *route, const tx_adamw_constants *c, tx_step_streams *s,
                         const int64_t sizes[5], int32_t n, int32_t checksummed) {
   const int32_t noted = s->extras ? n / TX_BLOCK * TX_BLOCK : checksummed;
@@ -299,17 +302,17 @@ static void tx_step_run(const tx_adamw_route *route, const tx_adamw_constants *c
     tx_advance(s, sizes, whole);
   }
   if (whole == rest) return;
-  s->stream_store = 0; /* copies are not at a line's begin */
+  s->stream_store = 0; /* the copies do not begin at a cache line */
   tx_step_padded(route, c, s, sizes, rest - whole);
 }
 
-/* One piece, of any legal combination. */
+/* Steps one piece of any legal combination. */
 static int64_t tx_adamw_run(const tx_adamw_piece *a) {
   tx_adamw_route route = {0};
   tx_route(a, &route);
   const int64_t master_size = tx_lane_bytes(a->master_dtype);
   const int64_t tile = route.staged ? TX_TILE : a->n;
-  const int own = !route.staged && a->checksums && a->master_dtype == TX_I16; /* the instance knows checksums */
+  const int instance_checks = !route.staged && a->checksums && a->master_dtype == TX_I16;
   const int stream_store = TX_HAS_NONTEMPORAL && a->stream_store && (uintptr_t)a->param % TX_CACHE_LINE == 0;
   const int measures = TX_HAS_AVX512 && !route.staged && a->extras && a->extras->health;
   int64_t stale = 0;
@@ -322,12 +325,12 @@ static int64_t tx_adamw_run(const tx_adamw_piece *a) {
   for (int64_t at = 0; at < a->n; at += tile) {
     const int64_t n = a->n - at < tile ? a->n - at : tile;
     void *master = a->master ? (char *)a->master + at * master_size : NULL;
-    const int32_t blocks = own ? (int32_t)(n / TX_CHECKSUM * TX_CHECKSUM) : 0;
-    tx_rest rest; /* no zeros, as its copy is of 8 KB */
+    const int32_t blocks = instance_checks ? (int32_t)(n / TX_CHECKSUM * TX_CHECKSUM) : 0;
+    tx_rest rest; /* not initialised, since its copy has 8 KB */
     rest.at = at + (route.staged ? 0 : n / TX_BLOCK * TX_BLOCK);
     rest.n = a->extras ? at + n - rest.at : 0;
-    stale += tx_look_at_tile(a, at + blocks, n - blocks);
-    if (rest.n > 0) tx_keep_rest(a, &rest); /* as the step finds them: what others wrote is taken over */
+    stale += tx_compare_tile(a, at + blocks, n - blocks);
+    if (rest.n > 0) tx_keep_rest(a, &rest); /* after the resync, as the step reads them */
     tx_step_streams s = {.grad = tx_stage_in(&route.grad, at, n, g_tile),
                          .param = route.steps_master ? master : tx_stage_in(&route.param, at, n, p_tile),
                          .master = route.steps_master || route.param.remainders ? NULL : master,

@@ -1,5 +1,5 @@
-/* Every form of forms.def to and from fp32, a tile at a time. A cast is a load and a store around a tile that stays in
- * the first-level cache, so forms add up instead of multiplying. */
+/* Converts every form of forms.def to and from fp32, a tile at a time. A cast is a load and a store around a tile that
+ * stays in the L1 cache, so the number of loops grows with the sum of forms, not with their product. */
 #ifndef TX_CPU_LOOP_CAST_H
 #define TX_CPU_LOOP_CAST_H
 
@@ -34,7 +34,7 @@ TX_FN void tx_load_scaled(const void *from, const uint8_t *scales, int64_t n, fl
   }
 }
 
-/* from: may be a master, which lies at any address. */
+/* from: may be masters, which may be at any address. */
 TX_FN void tx_store_plain_rounded(const void *from, int32_t n, void *to, tx_noise noise, uint32_t at,
                                   const int32_t rounding, const tx_dtype dtype) {
   uint32_t ramp = 0;
@@ -60,7 +60,7 @@ TX_FN void tx_store_plain(const void *from, int64_t n, void *to, tx_noise noise,
   }
 }
 
-/* One pass over a block's codes; returns the largest magnitude. */
+/* One pass over a block's codes; returns the largest magnitude code. */
 TX_FN int32_t tx_store_codes(const float *x, int32_t n, void *to, tx_noise noise, uint32_t at, tx_block_plan plan,
                              uint32_t doubling, const int32_t rounding, const tx_dtype dtype, const tx_format format) {
   const tx_block_format f = tx_block_format_of(dtype, format);
@@ -80,7 +80,7 @@ TX_FN int32_t tx_store_codes(const float *x, int32_t n, void *to, tx_noise noise
   return largest;
 }
 
-/* Codes are doubled only where the largest one turns out to be half of the format's; then the pass is made again. */
+/* If the largest code turns out to be half of the format's largest, codes are doubled and the pass is repeated. */
 TX_FN void tx_store_blocks(const float *from, int64_t n, void *to, uint8_t *scales, tx_noise noise, int64_t at,
                            const int32_t rounding, const tx_dtype dtype, const tx_format format, const int roots) {
   const tx_block_format f = tx_block_format_of(dtype, format);
@@ -105,7 +105,7 @@ TX_FN void tx_store_blocks(const float *from, int64_t n, void *to, uint8_t *scal
   }
 }
 
-/* roots: a sqrt format is given sqrt(v) itself. */
+/* roots: whether `from` already has sqrt(v), for a sqrt format. */
 TX_FN void tx_store_scaled(const float *from, int64_t n, void *to, uint8_t *scales, tx_noise noise, int64_t at,
                            int32_t rounding, const tx_dtype dtype, const tx_format format, const int roots) {
   if (rounding == TX_NEAREST) {
@@ -117,7 +117,7 @@ TX_FN void tx_store_scaled(const float *from, int64_t n, void *to, uint8_t *scal
   }
 }
 
-/* The loops themselves, one pair per form. A plain form is named after its dtype, a scaled one after its format too. */
+/* A load and a store loop for each form. A plain form is named after its dtype, a scaled one after its format, too. */
 #define TX_PLAIN_LOOPS_(index, name, ...)                                                                             \
   static void tx_load_##name##_(const void *from, const uint8_t *scales, int64_t n, float *to) {                      \
     (void)scales;                                                                                                     \
@@ -141,7 +141,7 @@ TX_FOR_EACH_SCALED(TX_SCALED_LOOPS_)
 #undef TX_PLAIN_LOOPS_
 #undef TX_SCALED_LOOPS_
 
-/* Stores of a sqrt format from sqrt(v), which the step has at hand. */
+/* Stores of a sqrt format from sqrt(v), which the step has already computed. */
 #define TX_ROOT_LOOPS_(name)                                                                                 \
   static void tx_store_roots_##name(const float *from, int64_t n, void *to, uint8_t *scales, tx_noise noise, \
                                     int64_t at, int32_t rounding) {                                          \

@@ -1,5 +1,5 @@
-/* Whether somebody else wrote to weights beside remainders: checksums of all of them, as the last step left them.
- * Included by kernels_isa.c and coding_kernels_isa.c only. */
+/* Detects external writes to weights with remainders: checksums of all of them, as the last step left them. Included by
+ * kernels_isa.c and coding_kernels_isa.c only. */
 #ifndef TX_CPU_LOOP_CHECKSUM_H
 #define TX_CPU_LOOP_CHECKSUM_H
 
@@ -8,7 +8,7 @@
 #include "csrc/cpu/kernels.h"
 #include "csrc/math/checksum.h"
 
-/* Sums in vectors that the processor has: gcc takes longer ones apart in memory. */
+/* Sums in vectors of the processor's own length: gcc splits longer ones in memory. */
 #if defined(__AVX512F__)
 #define TX_CHECKSUM_VECTOR 16
 #elif defined(__AVX2__)
@@ -29,10 +29,10 @@ static const uint32_t tx_checksum_factors[2 * TX_CHECKSUM_LANES] = {TX_LANES_16_
 #undef TX_LANES_4_
 #undef TX_LANES_16_
 
-/* The next 2 * TX_CHECKSUM_LANES weights. */
+/* Adds the next 2 * TX_CHECKSUM_LANES weights. */
 TX_FN tx_checksum_sums tx_checksum_take(tx_checksum_sums s, const void *weights) {
   for (int32_t i = 0; i < TX_CHECKSUM_VECTORS; i++) {
-    tx_checksum_vector words; /* each by itself: as one they would go through memory, in pieces */
+    tx_checksum_vector words; /* loaded separately: as one array they would be copied through memory in pieces */
     memcpy(&words, (const char *)weights + i * (int32_t)sizeof words, sizeof words);
     s.sum[i] += words;
     s.order[i] += s.sum[i];
@@ -40,14 +40,14 @@ TX_FN tx_checksum_sums tx_checksum_take(tx_checksum_sums s, const void *weights)
   return s;
 }
 
-/* Fewer of them. */
+/* Adds n < 2 * TX_CHECKSUM_LANES weights. */
 TX_FN tx_checksum_sums tx_checksum_take_part(tx_checksum_sums s, const void *weights, int64_t n) {
   uint32_t padded[TX_CHECKSUM_LANES] = {0};
   memcpy(padded, weights, 2 * (size_t)n);
   return tx_checksum_take(s, padded);
 }
 
-/* tx_checksum_share of all lanes, added up. */
+/* The sum of tx_checksum_share over all lanes. */
 TX_FN uint64_t tx_checksum_value(tx_checksum_sums s) {
   tx_checksum_vector of_sum[TX_CHECKSUM_VECTORS], of_order[TX_CHECKSUM_VECTORS], mixed[TX_CHECKSUM_VECTORS];
   memcpy(of_sum, tx_checksum_factors, sizeof of_sum);
@@ -61,8 +61,8 @@ TX_FN uint64_t tx_checksum_value(tx_checksum_sums s) {
   return value;
 }
 
-/* Of n 16-bit weights; any change of one word shows, any other with all but certainty. ahead: in bytes, that memory is
- * asked for; 0 where the weights are at hand. */
+/* The checksum of n 16-bit weights. A change of a single word always changes it, any other change almost certainly.
+ * ahead: bytes to prefetch ahead; 0 if the weights are in the cache. */
 TX_FN uint64_t tx_checksum_of(const void *weights, int64_t n, const int64_t ahead) {
   tx_checksum_sums s = {{{0}}, {{0}}};
   int64_t at = 0;
@@ -85,7 +85,7 @@ TX_FN void tx_checksum_put(void *checksums, int64_t i, uint64_t checksum) {
   memcpy((char *)checksums + i * (int64_t)sizeof checksum, &checksum, sizeof checksum);
 }
 
-/* Bytes: a processor fetches what is read by itself, but begins anew at each page. */
+/* In bytes. The processor's own prefetching starts over at each page. */
 #define TX_CHECKSUM_AHEAD 8192
 
 /* See tx_checksum_loop; ahead: see tx_checksum_of. */
@@ -104,7 +104,7 @@ TX_FN int64_t tx_checksum_blocks(const void *weights, void *remainders, void *ch
   return stale;
 }
 
-/* Beside remainders. */
+/* Weights with remainders. */
 static int64_t tx_checksum_run(const void *weights, void *remainders, void *checksums, int64_t n, int32_t mode) {
   return tx_checksum_blocks(weights, remainders, checksums, n, mode, TX_CHECKSUM_AHEAD);
 }

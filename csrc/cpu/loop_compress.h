@@ -1,4 +1,4 @@
-/* bf16 elements into a compressed message and back. Included by kernels_isa.c only. */
+/* Compresses bf16 elements into a message, and expands it. Included by kernels_isa.c only. */
 #ifndef TX_CPU_LOOP_COMPRESS_H
 #define TX_CPU_LOOP_COMPRESS_H
 

@@ -1,4 +1,4 @@
-/* Segments of deltas, by the dtype of their weights. Included by coding_kernels_isa.c only. */
+/* Encodes and decodes segments of deltas, by the dtype of their weights. Included by coding_kernels_isa.c only. */
 #ifndef TX_CPU_LOOP_DELTA_H
 #define TX_CPU_LOOP_DELTA_H
 

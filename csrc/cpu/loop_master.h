@@ -1,4 +1,5 @@
-/* fp32 masters beside 16-bit weights: into remainders and back, and made equal to a weight that somebody else wrote. */
+/* fp32 masters of 16-bit weights: conversion to remainders and back, and resync with weights that were written
+ * externally. */
 #ifndef TX_CPU_LOOP_MASTER_H
 #define TX_CPU_LOOP_MASTER_H
 
@@ -24,7 +25,7 @@ static void tx_decode_loop(const void *restrict param, const void *restrict rema
   }
 }
 
-/* Bits of one element's master as they are to become. */
+/* The new bits of a master: its weight's value if the master is stale or `force` is set, else its own. */
 TX_FN uint32_t tx_master_resynced(const void *params, const void *masters, int64_t i, const tx_dtype param,
                                   const int force) {
   const float master = tx_load(masters, i, TX_F32);
@@ -32,12 +33,12 @@ TX_FN uint32_t tx_master_resynced(const void *params, const void *masters, int64
   return force || tx_master_stale(master, ((const tx_mem_u16 *)params)[i], param) ? becomes : is;
 }
 
-/* Elements between two requests for memory, and by how many these are ahead. */
+/* Elements between two prefetches, and how many elements ahead these are. */
 #define TX_AGREE_GROUP 128
 #define TX_AGREE_AHEAD 512
 
-/* Whether every weight is what its master rounds to, bit for bit, and none is NaN: what mostly is so, in a third of the
- * instructions that tell where it is not. */
+/* Whether every weight is exactly what its master rounds to and none is NaN. That is the usual case, tested in a third
+ * of the instructions of the complete test. */
 TX_FN int tx_group_agrees(const char *params, const char *masters, int64_t n) {
   uint32_t differ = 0, largest = 0;
   for (int64_t byte = 0; byte < 4 * n; byte += 64)
@@ -46,7 +47,7 @@ TX_FN int tx_group_agrees(const char *params, const char *masters, int64_t n) {
     __builtin_prefetch(params + 2 * TX_AGREE_AHEAD + byte);
   for (int64_t i = 0; i < n; i++) {
     const uint32_t bits = ((const tx_mem_u32 *)masters)[i], magnitude = bits & 0x7fffffffu;
-    const uint32_t nearest = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16; /* tx_bf16_from_f32 of what is no NaN */
+    const uint32_t nearest = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16; /* tx_bf16_from_f32, but for NaN */
     differ |= nearest ^ ((const tx_mem_u16 *)params)[i];
     largest = magnitude > largest ? magnitude : largest;
   }
@@ -62,7 +63,8 @@ TX_FN int tx_masters_agree(const void *params, const void *masters, int64_t n) {
   return agree;
 }
 
-/* Masters mostly agree, and a pass that only reads is half the traffic: a tile is written where it must be. */
+/* Masters mostly agree, and a pass that only reads has half the traffic; so a tile is written only if it has to
+ * change. */
 TX_FN int64_t tx_resync_f32(const void *restrict params, void *restrict masters, int64_t n, const tx_dtype param,
                             const int force, const int writes) {
   int64_t changed = 0;
@@ -81,7 +83,8 @@ TX_FN int64_t tx_resync_f32(const void *restrict params, void *restrict masters,
   return changed;
 }
 
-/* A weight with a remainder of 0 is its own master. Every remainder is legal beside every weight. */
+/* A weight with a remainder of 0 is its own master. Any remainder is legal with any weight, so only TX_RESYNC_ALL
+ * changes them. */
 TX_FN int64_t tx_resync_i16(void *remainders, int64_t n, int32_t mode) {
   int64_t changed = 0;
   for (int64_t i = 0; mode == TX_RESYNC_ALL && i < n; i++) {
@@ -91,7 +94,7 @@ TX_FN int64_t tx_resync_i16(void *remainders, int64_t n, int32_t mode) {
   return changed;
 }
 
-/* A loop for each row of weights that has a master; returns how many elements changed. */
+/* A loop for each row of weights with a master; returns how many elements changed. */
 #define TX_RESYNC_BESIDE_NONE_(param)
 #define TX_RESYNC_BESIDE_F32_(param)                                                                   \
   static int64_t tx_resync_##param##_F32(const void *params, void *masters, int64_t n, int32_t mode) { \

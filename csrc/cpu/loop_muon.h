@@ -1,5 +1,5 @@
-/* Muon's two passes, a tile in the first-level cache at a time: streams of any form are brought to fp32 and rounded
- * from there. Included by kernels_isa.c only, after loop_adamw.h, whose stages these are. */
+/* Muon's two passes, a tile in the L1 cache at a time: streams of any form are converted to fp32 and rounded from
+ * there. Included by kernels_isa.c only, after loop_adamw.h, whose stages it uses. */
 #ifndef TX_CPU_LOOP_MUON_H
 #define TX_CPU_LOOP_MUON_H
 
@@ -19,7 +19,7 @@ TX_FN void tx_muon_prefetch(const void *from, int64_t bytes, const int64_t ahead
 
 /* -- momentum ----------------------------------------------------------------------------------------------------- */
 
-/* By from_new and nesterov, so that the loop has no selections. */
+/* One copy for each from_new and nesterov, so that the loop has no selections. */
 TX_FN void tx_muon_tile_of(const tx_muon_constants *constants, int64_t n, const float *restrict g, float *restrict m,
                            float *restrict u, const int from_new, const int nesterov) {
   tx_muon_constants c = *constants;
@@ -45,8 +45,8 @@ static void tx_muon_tile(const tx_muon_constants *c, int64_t n, const float *g, 
   }
 }
 
-/* Gradients and momentum in fp32 or bf16, the latter dithered, are read and written where they are. u's average is
- * taken from m': without Nesterov with a weight of 0. threshold: of the first element. */
+/* Reads and writes gradients and momentum in place: fp32 or bf16, momentum dithered. u's average starts from m', with a
+ * weight of 0 without Nesterov momentum. threshold: of the first element. */
 TX_FN void tx_muon_tile_in_place(const tx_muon_constants *constants, int64_t n, const void *grad, void *momentum,
                                  float *restrict u, int nesterov, uint32_t threshold, const tx_dtype grad_dtype,
                                  const tx_dtype momentum_dtype) {
@@ -62,7 +62,7 @@ TX_FN void tx_muon_tile_in_place(const tx_muon_constants *constants, int64_t n, 
   }
 }
 
-/* The tile from `at` on. 0: no loop has these streams in place, and nothing was done. */
+/* The tile from `at` on. Returns 0, and does nothing, if no loop takes these streams in place. */
 static int tx_muon_momentum_in_place(const tx_muon_momentum_piece *a, int64_t at, int64_t n, float *u) {
   const int is_wide = a->momentum_dtype == TX_F32, wide_grad = a->grad_dtype == TX_F32;
   if (a->constants.average.from_new || !(is_wide || (a->momentum_dtype == TX_BF16 && a->rounding == TX_DITHERED)) ||
@@ -83,13 +83,13 @@ static int tx_muon_momentum_in_place(const tx_muon_momentum_piece *a, int64_t at
   return 1;
 }
 
-/* How a piece's streams lie. */
+/* A piece's streams. */
 typedef struct tx_muon_streams {
   tx_stage grad, momentum, work;
 } tx_muon_streams;
 
-/* The whole tile from `at` on, by AVX-512's own loop. 0: it has none for these streams, or not of these numbers, and
- * nothing was done. */
+/* The whole tile from `at` on, with the AVX-512 loop. Returns 0, and changes nothing, if that loop does not take these
+ * streams or these numbers. */
 #if TX_HAS_AVX512
 static int tx_muon_momentum_wide(const tx_muon_momentum_piece *a, int64_t at) {
   if (a->constants.average.from_new || a->grad_dtype != TX_BF16 || a->momentum_dtype != TX_BF16 ||
@@ -147,8 +147,8 @@ static void tx_muon_momentum_run(const tx_muon_momentum_piece *a) {
 
 /* -- update ------------------------------------------------------------------------------------------------------- */
 
-/* How many of the n elements from `at` on lie in one matrix. *part: a matrix no later than theirs, counted from the
- * piece's first; becomes theirs. */
+/* How many of the n elements from `at` on are in one matrix. *part: on entry, a matrix not after theirs, as an index
+ * from the piece's first; becomes theirs. */
 TX_FN int64_t tx_muon_in_part(const tx_muon_parts *parts, int64_t *part, int64_t at, int64_t n) {
   for (;; ++*part) {
     const tx_muon_part *next = parts->first + *part + 1;
@@ -174,15 +174,16 @@ static void tx_muon_step_tile(const tx_muon_rate *rate, int64_t n, const void *o
   }
 }
 
-/* The checksums of the n weights from `at` on, beside remainders; returns how many are in blocks that are others. */
+/* Processes the checksums of the n weights from `at` on, with remainders; returns how many weights are in blocks with a
+ * changed checksum. */
 TX_FN int64_t tx_muon_checksums(const tx_muon_update_piece *a, int64_t at, int64_t n, tx_checksum_mode mode) {
   if (!a->checksums || a->master_dtype != TX_I16) return 0;
   return tx_checksum_blocks((const char *)a->param + 2 * at, (char *)a->master + 2 * at,
                             (char *)a->checksums + at / TX_CHECKSUM * (int64_t)sizeof(uint64_t), n, (int32_t)mode, 0);
 }
 
-/* n weights beside fp32 masters, which are stepped where they are, from `at` on: all of one matrix. The weights are not
- * read, and may go past the caches; a few at a time, so that memory is asked for evenly. */
+/* Steps n weights with fp32 masters in place, from `at` on, all of one matrix. The weights are not read, so they may
+ * bypass the caches. A few at a time, so that prefetches are spread evenly. */
 #define TX_MUON_FEW 256
 static void tx_muon_update_masters(const tx_muon_update_piece *a, const tx_muon_rate *rate, int64_t at, int64_t n) {
   uint16_t rounded[TX_MUON_FEW] __attribute__((aligned(TX_CACHE_LINE)));
@@ -204,11 +205,11 @@ static void tx_muon_update_masters(const tx_muon_update_piece *a, const tx_muon_
   }
 }
 
-/* n weights from `at` on, of any dtypes. */
+/* Steps n weights of any dtypes from `at` on. */
 static void tx_muon_update_tile(const tx_muon_update_piece *a, const tx_stage *param, int64_t *part, int64_t at,
                                 int64_t n) {
   const int64_t update_size = a->update_dtype == TX_F32 ? 4 : 2;
-  const int has_wide = a->master_dtype == TX_F32; /* beside which the weight is only written */
+  const int has_wide = a->master_dtype == TX_F32; /* the weight is only written then */
   const char *update = (const char *)a->update + at * update_size;
   float p[TX_TILE];
   void *stepped = has_wide ? (char *)a->master + 4 * at : (char *)p;
@@ -221,11 +222,11 @@ static void tx_muon_update_tile(const tx_muon_update_piece *a, const tx_stage *p
   tx_stage_out(param, at, n, stepped);
 }
 
-/* What the n weights from `at` on were, where what the step leaves behind is made of that. */
+/* The n weights from `at` on before the step, if the extra outputs need them. */
 static tx_weights tx_muon_before(const tx_muon_update_piece *a, int64_t at, int64_t n, tx_weights_copy *copy) {
   const tx_weights all = {a->param, a->master};
   const tx_weights from = tx_weights_at(all, at, a->param_dtype, a->master_dtype);
-  if (!a->extras->changed && !a->extras->health) return from; /* an average is made of what weights become */
+  if (!a->extras->changed && !a->extras->health) return from; /* the EMA needs only the new weights */
   return tx_copy_weights(from, n, a->param_dtype, a->master_dtype, copy);
 }
 
@@ -235,8 +236,8 @@ static void tx_muon_note(const tx_muon_update_piece *a, tx_weights before, int64
   tx_note_loops[tx_combo_weight(a->param_dtype, a->master_dtype)](before, now, n, a->extras, at);
 }
 
-/* Remainders beside weights that somebody else wrote; returns how many were dropped. */
-static int64_t tx_muon_look(const tx_muon_update_piece *a, int64_t at, int64_t n) {
+/* Compares checksums of weights with remainders before the step; returns how many remainders were dropped. */
+static int64_t tx_muon_compare(const tx_muon_update_piece *a, int64_t at, int64_t n) {
   if (!a->resyncs && !a->extras) return 0;
   const int64_t written = tx_muon_checksums(a, at, n, a->resyncs ? TX_CHECKSUM_RESYNC : TX_CHECKSUM_CHECK);
   if (a->extras && written) tx_note_written(a->extras, at, n);
@@ -263,7 +264,7 @@ static int64_t tx_muon_update_run(const tx_muon_update_piece *a) {
     tx_muon_prefetch((const char *)a->update + at * update_size, n * update_size, TX_MUON_AHEAD_UPDATE);
     tx_muon_prefetch(param.memory + at * param.element_size, n * param.element_size, TX_MUON_AHEAD_UPDATE);
     if (a->master_dtype == TX_I16) tx_muon_prefetch((char *)a->master + at * 2, n * 2, TX_MUON_AHEAD_UPDATE);
-    stale += tx_muon_look(a, at, n);
+    stale += tx_muon_compare(a, at, n);
     if (a->extras) before = tx_muon_before(a, at, n, &copy);
     tx_muon_update_tile(a, &param, &part, at, n);
     (void)tx_muon_checksums(a, at, n, TX_CHECKSUM_RENEW);

@@ -1,7 +1,7 @@
-/* Values into planes and back, and the entropy code of a plane. Included by coding_kernels_isa.c only.
+/* Splits values into planes and merges them, and the entropy code of a plane. Included by coding_kernels_isa.c only.
  *
- * Vectors of states run in avx512_planes.h and avx2_planes.h; the rows here are the oracle of their bits, and what they
- * leave: a row that is not whole, and the last words, where a vector could read too far. */
+ * Vector versions are in avx512_planes.h and avx2_planes.h. The rows here are the reference for their bits. They also
+ * process what these leave: an incomplete row, and the last words, where a vector might read too far. */
 #ifndef TX_CPU_LOOP_PLANES_H
 #define TX_CPU_LOOP_PLANES_H
 
@@ -68,7 +68,7 @@ static void tx_merge_4(const uint8_t *const *planes, int64_t n, int rotate, void
   }
 }
 
-/* Four tables, because the same symbol often follows itself. */
+/* Four tables, because equal symbols often follow each other. */
 static uint32_t tx_count_bytes_run(const uint8_t *symbols, int64_t n, int64_t stride, uint32_t *counts) {
   uint32_t part[4][256], seen = 0;
   memset(part, 0, sizeof part);
@@ -92,7 +92,7 @@ static uint32_t tx_count_bytes_run(const uint8_t *symbols, int64_t n, int64_t st
 }
 
 static int tx_range_of_bytes_run(const uint8_t *restrict symbols, int64_t n, uint8_t *least, uint8_t *greatest) {
-  uint8_t low = 255, high = 0, lowest = 255; /* a symbol less 1: of 0 it is 255 */
+  uint8_t low = 255, high = 0, lowest = 255; /* low: the least symbol - 1 (255 for symbol 0) */
   for (int64_t i = 0; i < n; i++) {
     const uint8_t symbol = symbols[i], below = (uint8_t)(symbol - 1);
     low = below < low ? below : low;
@@ -124,7 +124,7 @@ static uint32_t tx_planes_sum_run(const uint8_t *bytes, int64_t n) {
   return tx_planes_sum_end(lanes, (uint64_t)n);
 }
 
-/* Symbols of one row; NULL where the words of a row might not have room, and a vector beside them. */
+/* Encodes the symbols of one row. NULL if there may be no room for a row's words plus a vector. */
 static uint8_t *tx_rans_encode_row(const tx_rans_encoder *encoder, uint32_t *states, const uint8_t *symbols, int64_t n,
                                    uint8_t *to, const uint8_t *limit) {
   if (limit - to < TX_RANS_ROW_BYTES) return NULL;
@@ -153,7 +153,7 @@ static uint8_t *tx_rans_encode_run(const tx_rans_encoder *encoder, uint32_t *sta
 #endif
 }
 
-/* The other way; NULL where there are too few words. */
+/* Decodes a row. NULL if there are too few words. */
 static const uint8_t *tx_rans_decode_row(const tx_rans_decoder *decoder, uint32_t *states, const uint8_t *begin,
                                          const uint8_t *at, int64_t n, uint8_t *symbols) {
   for (int64_t i = n; i-- > 0;) {

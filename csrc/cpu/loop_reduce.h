@@ -1,4 +1,4 @@
-/* Adding gradients up: the chunks received from all ranks, or one micro-batch onto those before it. */
+/* Sums gradients: the chunks received from all ranks, or one micro-batch onto the ones before. */
 #ifndef TX_CPU_LOOP_REDUCE_H
 #define TX_CPU_LOOP_REDUCE_H
 
@@ -6,7 +6,7 @@
 #include "csrc/cpu/loop_cast.h"
 #include "csrc/cpu/loop_stats.h"
 
-/* Elements [at, at + n) of one chunk, added to the tile; the first chunk is copied (0 + -0 would be +0). */
+/* Adds elements [at, at + n) of one chunk to the tile; the first chunk is copied (0 + -0 would be +0). */
 TX_FN void tx_reduce_chunk(const tx_reduce_piece *p, int64_t chunk, int64_t at, int64_t n, float *restrict tile,
                            const tx_dtype dtype, const int scaled) {
   const void *from = (const char *)p->chunks[chunk].data + at * (dtype == TX_F32 ? 4 : dtype == TX_U8 ? 1 : 2);
@@ -24,7 +24,7 @@ TX_FN void tx_reduce_chunk(const tx_reduce_piece *p, int64_t chunk, int64_t at, 
   }
 }
 
-/* scaled is set for the wires with block scales. */
+/* scaled: whether the wire dtype has block scales. */
 TX_FN int64_t tx_reduce_run(const tx_reduce_piece *p, const tx_dtype wire_dtype, const int scaled,
                             const tx_dtype shard_dtype) {
   int64_t non_finite = 0;

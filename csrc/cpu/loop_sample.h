@@ -1,14 +1,14 @@
-/* Whether somebody else wrote to weights beside fp32 masters: checksums of a sample of them, as the last step left it.
+/* Detects external writes to weights with fp32 masters: checksums of a sample of them, as the last step left it.
  * Included by kernels_isa.c only. */
 #ifndef TX_CPU_LOOP_SAMPLE_H
 #define TX_CPU_LOOP_SAMPLE_H
 
 #include "csrc/cpu/loop_checksum.h"
 
-/* Blocks ahead that memory is asked for: each run lies in a page of its own, and more than 20 gain nothing. */
+/* Blocks to prefetch ahead: each run is in a page of its own, and more than 20 gain nothing. */
 #define TX_SAMPLE_AHEAD 20
 
-/* Of the sample of n <= TX_SAMPLED weights. ahead: in blocks, that memory is asked for; 0 where the weights were just
+/* The checksum of the sample of n <= TX_SAMPLED weights. ahead: blocks to prefetch ahead; 0 if the weights were just
  * written. */
 TX_FN uint64_t tx_sample_of(const void *weights, int64_t n, const int64_t ahead) {
   tx_checksum_sums s = {{{0}}, {{0}}};

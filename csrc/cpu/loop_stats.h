@@ -1,4 +1,5 @@
-/* Statistics of a run of elements: exact sum of the block sums of squares, and how many elements are not finite. */
+/* Statistics of a run of elements: the exact sum of the block sums of squares, and the number of non-finite
+ * elements. */
 #ifndef TX_CPU_LOOP_STATS_H
 #define TX_CPU_LOOP_STATS_H
 
@@ -8,9 +9,9 @@
 #include "csrc/math/exact_sum.h"
 #include "csrc/math/reduce.h"
 
-/* Adds n floats, n <= TX_TILE, to the limbs; returns how many are not finite. Squares of finite fp32 numbers cannot
- * overflow in double, so a block's sum tells whether there are any, and they are counted only then. One copy for all
- * loops: the sum's tree unrolls into a kilobyte of code. */
+/* Adds n <= TX_TILE floats to the limbs; returns how many are not finite. Squares of finite fp32 numbers cannot
+ * overflow in double, so a block's sum shows whether any element is not finite, and only then they are counted. One
+ * copy for all loops: the sum's tree unrolls into a kilobyte of code. */
 static __attribute__((noinline)) int64_t tx_stats_tile(const float *x, int64_t n, int64_t *limbs) {
   int64_t non_finite = 0;
   for (int64_t at = 0; at < n; at += TX_BLOCK) {

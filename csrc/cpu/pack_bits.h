@@ -1,4 +1,4 @@
-/* Halfwords to bits: what the processor's comparisons leave in a mask, or a sign bit of each byte, without a loop. */
+/* Converts 16-bit words to bits: by the processor's comparison masks or sign bits of bytes, without a loop. */
 #ifndef TX_CPU_PACK_BITS_H
 #define TX_CPU_PACK_BITS_H
 
@@ -11,7 +11,7 @@
 #include <immintrin.h>
 #endif
 
-/* Bit j of these is set where halfword j of the 64 is not 0. */
+/* Bit j is set if word j of the 64 is not 0. */
 TX_FN uint64_t tx_bits_of_64(const uint16_t *halves) {
 #if defined(__AVX512BW__)
   const __m512i low = _mm512_loadu_si512(halves), high = _mm512_loadu_si512(halves + 32);
@@ -31,7 +31,7 @@ TX_FN uint64_t tx_bits_of_64(const uint16_t *halves) {
     uint8_t set[8];
     for (int32_t k = 0; k < 8; k++)
       set[k] = halves[j + k] != 0;
-    uint64_t bytes; /* of 0 or 1 */
+    uint64_t bytes; /* each 0 or 1 */
     memcpy(&bytes, set, sizeof bytes);
     bits |= (bytes * UINT64_C(0x0102040810204080) >> 56) << j;
   }

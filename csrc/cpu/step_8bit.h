@@ -1,12 +1,12 @@
-/* The step on 8-bit moments in place, a few blocks of 128 elements at a time: their moments, which stay in L1 as fp32;
- * the weights; then, the largest values known, the codes. Included by loop_adamw.h. */
+/* The step on 8-bit moments in place, a few blocks of 128 elements at a time: first their moments, which stay in L1 as
+ * fp32; then the weights; and then the codes, once the largest values are known. Included by loop_adamw.h. */
 #ifndef TX_CPU_STEP_8BIT_H
 #define TX_CPU_STEP_8BIT_H
 
 #include "csrc/cpu/block_moments.h"
 #include "csrc/cpu/step_plain.h"
 
-/* Elements k and k + 1 of word w. */
+/* Steps elements k and k + 1 of word w. */
 TX_FN void tx_step_quad_weight(tx_adamw_constants c, tx_step_streams s, int32_t w, const int k, const tx_quads *m,
                                const tx_quads *root, uint32_t u, const tx_dtype param, const tx_dtype master) {
   const int32_t pair = 2 * w + k / 2;
@@ -27,12 +27,12 @@ TX_FN void tx_step_quad_weights(tx_adamw_constants c, tx_step_streams s, const t
   }
 }
 
-/* How many blocks go through each loop before the next: what a loop needs to begin is then little beside its work, and
- * a block's plan, which takes long to come out of its last results, is there when its codes are made. */
+/* How many blocks go through each loop before the next loop. A loop's start-up then costs little, and a block's plan,
+ * which depends on its last results with a long latency, is ready when its codes are computed. */
 #define TX_BLOCKS_AT_ONCE 4
 _Static_assert(TX_BLOCKS_AT_ONCE <= TX_FOUND_BLOCKS, "what is found has room for them");
 
-/* Of each of them: its moments, and the words that the fast way beside remainders read (step_plain.h). */
+/* A block's moments, and the words of weights and remainders that the fast path read (step_remainders.h). */
 typedef struct tx_step_block {
   tx_quads m, root;
   uint32_t param[2][TX_QUADS], remainder[2][TX_QUADS];
@@ -89,8 +89,8 @@ TX_FN void tx_step_block_remainders(tx_adamw_constants c, tx_step_streams s, int
   }
 }
 
-/* By itself: in the loops' function it would take registers from them. Returns the weights as they were, in the copy,
- * where not all is found. */
+/* In a function of its own: inlined, it would take registers from the loops. Returns the weights before the step, in
+ * the copy, unless everything was found. */
 static __attribute__((noinline)) tx_weights tx_step_blocks_finding(const tx_adamw_constants *c,
                                                                    const tx_step_streams *s, int32_t count,
                                                                    tx_step_block *blocks, tx_tile_found *found,
@@ -166,7 +166,7 @@ TX_FN void tx_step_some_blocks(tx_adamw_constants c, tx_step_streams s, int32_t 
 
 _Static_assert(TX_CHECKSUM % (TX_BLOCKS_AT_ONCE * TX_BLOCK) == 0, "a checksum is of whole turns of the loop");
 
-/* n: a multiple of TX_BLOCK, and of TX_CHECKSUM where there are checksums. */
+/* n: a multiple of TX_BLOCK, and of TX_CHECKSUM if there are checksums. */
 TX_FN void tx_step_8bit(tx_adamw_constants c, tx_step_streams s, int32_t n, const tx_dtype param, const tx_dtype master,
                         const tx_dtype grad) {
   const int checksumed = master == TX_I16 && s.checksums;

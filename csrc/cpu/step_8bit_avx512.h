@@ -1,19 +1,20 @@
-/* The step of (bf16 weights and gradients, 16-bit remainders, 8-bit moments) on a processor with AVX-512: the bits of
- * step_8bit.h in about two thirds of the time. A group of blocks goes through three loops: moments, bound by the
- * square root; weights, bound by the division; codes, whose plans are there by then. With two of them in one loop what
- * waits for the divider would fill the scheduler. Included by loop_adamw.h. */
+/* The step of (bf16 weights and gradients, 16-bit remainders, 8-bit moments) with AVX-512: the bits of step_8bit.h in
+ * about two thirds of the time. A group of blocks goes through three loops: moments, bound by the square root; weights,
+ * bound by the division; codes, whose plans are ready by then. With two of these in one loop, instructions that wait
+ * for the divider would fill the scheduler. Included by loop_adamw.h. */
 #ifndef TX_CPU_STEP_8BIT_AVX512_H
 #define TX_CPU_STEP_8BIT_AVX512_H
 
 #include "csrc/cpu/avx512_block.h"
 #include "csrc/cpu/avx512_codes.h"
 
-/* Elements by which the moments are asked for ahead: a group and a half, since the two other loops lie between. Asked
- * for a quarter of a group ahead, what a group begins with came late: a seventh of the step on Zen 5. The loop of the
- * codes reads nothing from memory, so it asks for the next group's remainders: 5 % there. */
+/* How many elements ahead moments are prefetched: a group and a half, since the two other loops run in between.
+ * Prefetched a quarter of a group ahead, a group's first elements came late, which cost a seventh of the step on Zen 5.
+ * The loop of the codes reads nothing else from memory, so it prefetches the next group's remainders: 5 % there. */
 #define TX_AVX512_AHEAD (3 * TX_AVX512_GROUP * TX_BLOCK / 2)
 
-/* Moments. Returns whether no root can have become subnormal, but by a scale more than twice as large. */
+/* Moments. Returns whether no root can have become subnormal, unless the block's new scale is more than twice the old
+ * one. */
 TX_FN int tx_avx512_first(const tx_adamw_constants *c, const tx_avx512_block_constants *w,
                           const tx_step_streams *streams, const tx_avx512_scales *scales, int32_t block,
                           tx_avx512_block *b) {
@@ -41,18 +42,18 @@ TX_FN tx_avx512_moment_tile tx_avx512_moments_of(const tx_avx512_block *b) {
   return (tx_avx512_moment_tile){b->m[0], b->root[0], TX_BLOCK_PAIRS};
 }
 
-/* Weights; and one of tx_avx512_task's. asked: as tx_avx512_block_weights'; ahead: the next block, or NULL. */
+/* Weights, and a task (tx_avx512_task). started: see tx_avx512_block_weights; ahead: the next block, or NULL. */
 TX_FN void tx_avx512_second(const tx_adamw_constants *c, const tx_avx512_block_constants *w,
                             const tx_step_streams *streams, int32_t block, const tx_avx512_block *b,
-                            tx_avx512_quotients *asked, const tx_avx512_block *ahead, const int32_t task) {
+                            tx_avx512_quotients *started, const tx_avx512_block *ahead, const int32_t task) {
   const tx_step_streams s = tx_avx512_on(streams, block);
   const tx_avx512_moment_tile further = ahead ? tx_avx512_moments_of(ahead) : tx_avx512_moments_of(b);
   tx_prefetch_at(s.param, TX_CHECKSUM, TX_AVX512_GROUP * TX_BLOCK, TX_BLOCK, TX_BF16);
-  tx_avx512_block_weights(c, &w->step, s, tx_avx512_moments_of(b), asked, ahead ? &further : NULL, TX_I16, task);
+  tx_avx512_block_weights(c, &w->step, s, tx_avx512_moments_of(b), started, ahead ? &further : NULL, TX_I16, task);
 }
 
-/* Codes that were not made as others are: of a block of zeros, or one that is not finite, or whose codes are to be
- * doubled, or with a positive root of code 0. */
+/* Recomputes the codes that the fast path gets wrong: of a block of zeros, of one that is not finite, of one whose
+ * codes are doubled, and of one in which a positive root got code 0. */
 static __attribute__((noinline)) void tx_avx512_third_again(const tx_step_streams *streams, int32_t block,
                                                             const tx_avx512_block *b, const tx_avx512_plans *m_plans,
                                                             const tx_avx512_plans *root_plans, tx_avx512_seen seen) {
@@ -64,7 +65,7 @@ static __attribute__((noinline)) void tx_avx512_third_again(const tx_step_stream
     *s.exp_avg_sq_scale = tx_avx512_store_any(1, root_plans->amax[block], b->root, s.exp_avg_sq_u, s.exp_avg_sq);
 }
 
-/* Codes. narrow: what tx_avx512_first returned. */
+/* Codes. narrow: the result of tx_avx512_first. */
 TX_FN void tx_avx512_third(const tx_avx512_block_constants *w, const tx_step_streams *streams, int32_t block,
                            const tx_avx512_block *b, const tx_avx512_plans *m_plans, const tx_avx512_plans *root_plans,
                            int narrow) {
@@ -86,7 +87,7 @@ TX_FN void tx_avx512_third(const tx_avx512_block_constants *w, const tx_step_str
     tx_avx512_third_again(streams, block, b, m_plans, root_plans, seen);
 }
 
-/* Blocks between their moments and their codes. */
+/* A group of blocks between its moments and its codes. */
 typedef struct tx_avx512_group {
   tx_avx512_block blocks[TX_AVX512_GROUP];
   tx_step_streams s;
@@ -96,7 +97,7 @@ typedef struct tx_avx512_group {
   tx_avx512_plans m, root;
 } tx_avx512_group;
 
-/* The group whose first block is at s, of `left` > 0 blocks. */
+/* Computes the moments and plans of the group whose first block is at s. left: remaining blocks, > 0. */
 static __attribute__((noinline)) void tx_avx512_begin(const tx_adamw_constants *c, const tx_avx512_block_constants *w,
                                                       const tx_step_streams *s, int32_t left, tx_avx512_group *g) {
   g->s = *s;
@@ -104,7 +105,7 @@ static __attribute__((noinline)) void tx_avx512_begin(const tx_adamw_constants *
   tx_avx512_scales_of(&g->s, g->count, &g->scales);
   for (int32_t i = 0; i < g->count; i++)
     g->narrow[i] = tx_avx512_first(c, w, &g->s, &g->scales, i, &g->blocks[i]);
-  for (int32_t i = 0; i < TX_AVX512_GROUP; i += 4) /* what is missing has the first's */
+  for (int32_t i = 0; i < TX_AVX512_GROUP; i += 4) /* blocks beyond `count` use the first block's values */
     tx_avx512_plan(c, &g->s, g->blocks, i, g->count, &g->m, &g->root);
   tx_avx512_plans_from(tx_block_e4m3(), &g->m);
   tx_avx512_plans_from(tx_block_root_e4m4(), &g->root);
@@ -114,12 +115,13 @@ _Static_assert(TX_CHECKSUM == TX_AVX512_GROUP * TX_BLOCK, "a checksum is of a gr
 
 TX_FN void tx_avx512_group_task(const tx_adamw_constants *c, const tx_avx512_block_constants *w,
                                 const tx_avx512_group *g, const int32_t task) {
-  tx_avx512_quotients asked = tx_avx512_divide(&w->step, tx_avx512_moments_of(g->blocks));
+  tx_avx512_quotients started = tx_avx512_divide(&w->step, tx_avx512_moments_of(g->blocks));
   for (int32_t i = 0; i < g->count; i++)
-    tx_avx512_second(c, w, &g->s, i, &g->blocks[i], &asked, i + 1 < g->count ? &g->blocks[i + 1] : NULL, task);
+    tx_avx512_second(c, w, &g->s, i, &g->blocks[i], &started, i + 1 < g->count ? &g->blocks[i + 1] : NULL, task);
 }
 
-/* The weights of a group. A function for each task: in one, each would take registers from the others. */
+/* The weights of a group. One function for each task: in a common one, each task would take registers from the
+ * others. */
 typedef void (*tx_avx512_group_loop)(const tx_adamw_constants *c, const tx_avx512_block_constants *w,
                                      const tx_avx512_group *g);
 #define TX_GROUP_LOOP_(task)                                                                       \

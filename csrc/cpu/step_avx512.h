@@ -1,5 +1,4 @@
-/* Whether there are loops for AVX-512 beside the plain ones, and what stands in their place where there are none.
- * Included by step_moments.h. */
+/* Whether there are AVX-512 loops in addition to the plain ones, and stubs if not. Included by step_moments.h. */
 #ifndef TX_CPU_STEP_AVX512_H
 #define TX_CPU_STEP_AVX512_H
 
@@ -10,7 +9,7 @@
 #include "csrc/cpu/avx512_block.h"
 #else
 #define TX_HAS_AVX512 0
-/* Other loops have nothing to keep from one block to the next. */
+/* Plain loops keep nothing from one block to the next. */
 typedef struct tx_measured_blocks {
   char none;
 } tx_measured_blocks;

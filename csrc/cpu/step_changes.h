@@ -1,7 +1,7 @@
-/* Which weights a step changed, and how far, from copies of a tile as it was before: tx_adamw_args.changed, moved and
+/* Which weights a step changed, and how far, from copies of a tile before the step: tx_adamw_args.changed, moved and
  * distances. Included by step_extras.h.
  *
- * Weights beside fp32 masters are not read, before or after: they are what masters round to. */
+ * Weights with fp32 masters are not read, before or after the step: they are their masters, rounded. */
 #ifndef TX_CPU_STEP_CHANGES_H
 #define TX_CPU_STEP_CHANGES_H
 
@@ -14,12 +14,12 @@
 #include "csrc/cpu/avx512_changes.h"
 #endif
 
-/* Weights and what they are rounded from: the arrays of a parameter, from some element on. */
+/* Arrays of weights and masters of a parameter, from some element on. */
 typedef struct tx_weights {
   const void *weight, *master;
 } tx_weights;
 
-/* Room for those of a tile before it is stepped: of TX_TILE weights at most, if not many more. */
+/* Room for copies of at most TX_TILE weights and masters. */
 typedef struct tx_weights_copy {
   char weight[4 * TX_TILE], master[4 * TX_TILE];
 } __attribute__((aligned(64))) tx_weights_copy;
@@ -39,7 +39,7 @@ TX_FN tx_weights tx_copy_weights(tx_weights from, int64_t n, tx_dtype param, tx_
   return copied;
 }
 
-/* What is stored of weight i; 0 of weights beside fp32 masters. */
+/* The stored pattern of weight i; 0 with fp32 masters. */
 TX_FN uint32_t tx_stored_weight(tx_weights w, int64_t i, const tx_dtype param, const tx_dtype master) {
   if (master == TX_F32) return 0;
   return param == TX_F32 ? ((const tx_mem_u32 *)w.weight)[i] : ((const tx_mem_u16 *)w.weight)[i];
@@ -53,13 +53,13 @@ TX_FN uint32_t tx_master_bits(tx_weights w, int64_t i, const tx_dtype param, con
   return tx_master_pattern(tx_stored_weight(w, i, param, master), tx_stored_master(w, i, master), param, master);
 }
 
-/* The pattern of weight i. */
+/* The pattern of weight i (weight_change.h). */
 TX_FN uint32_t tx_weight_bits(tx_weights w, int64_t i, const tx_dtype param, const tx_dtype master) {
   return tx_weight_pattern(tx_stored_weight(w, i, param, master), tx_stored_master(w, i, master), param, master);
 }
 
-/* Of n <= TX_BLOCK weights: not 0 in `differ` where the bits did, and the most that a master went, as a pattern.
- * finite: no master is NaN. */
+/* Compares n <= TX_BLOCK weights: differ[i] is not 0 if weight i's bits changed. Returns the largest change of a
+ * master, as an fp32 pattern. finite: whether no master is NaN. */
 TX_FN int32_t tx_compare_weights(tx_weights before, tx_weights now, int64_t n, uint16_t *differ, const tx_dtype param,
                                  const tx_dtype master, const int finite) {
   int32_t largest = 0;
@@ -78,13 +78,13 @@ TX_FN int32_t tx_compare_weights(tx_weights before, tx_weights now, int64_t n, u
   return largest;
 }
 
-/* The same of any number and any masters: rare, and once for all dtypes. */
+/* The same for any masters, NaN too; rare, so one function serves all dtypes. */
 static __attribute__((noinline)) int32_t tx_compare_any(tx_weights before, tx_weights now, int64_t n, uint16_t *differ,
                                                         tx_dtype param, tx_dtype master) {
   return tx_compare_weights(before, now, n, differ, param, master, 0);
 }
 
-/* The distances of n <= TX_BLOCK weights go on. */
+/* Adds the changes of n <= TX_BLOCK weights, in ulps, to their distances. */
 TX_FN void tx_move_distances(tx_weights before, tx_weights now, int64_t n, uint8_t *distances, const tx_dtype param,
                              const tx_dtype master) {
   int8_t by[TX_BLOCK] = {0};
@@ -101,7 +101,8 @@ TX_FN void tx_move_distances(tx_weights before, tx_weights now, int64_t n, uint8
   }
 }
 
-/* Which of n <= TX_BLOCK weights changed, as bits; returns the most that a master went, as a pattern. */
+/* Sets the bits of those of n <= TX_BLOCK weights that changed; returns the largest change of a master, as an fp32
+ * pattern. */
 TX_FN int32_t tx_changes_of(tx_weights before, tx_weights now, int64_t n, uint64_t bits[TX_BLOCK / 64],
                             const tx_dtype param, const tx_dtype master) {
 #if defined(__AVX512BW__) && defined(__AVX512DQ__)
@@ -124,7 +125,8 @@ TX_FN int32_t tx_changes_of(tx_weights before, tx_weights now, int64_t n, uint64
   return largest;
 }
 
-/* Of n <= TX_BLOCK weights from element `at` of the piece on those changed that have a bit, and masters went so far. */
+/* Adds to `changed` and `moved`: of n <= TX_BLOCK weights from element `at` of the piece on, those whose bits are set
+ * changed, and masters moved by at most `largest`. */
 TX_FN void tx_note_changed(const uint64_t bits[TX_BLOCK / 64], int64_t n, int32_t largest, const tx_step_extras *e,
                            int64_t at) {
   uint64_t known[TX_BLOCK / 64] = {0};
@@ -139,7 +141,7 @@ TX_FN void tx_note_changed(const uint64_t bits[TX_BLOCK / 64], int64_t n, int32_
   }
 }
 
-/* Somebody else wrote to n weights from element `at` of the piece on. */
+/* Records that n weights from element `at` of the piece on were written externally. */
 TX_FN void tx_note_written(const tx_step_extras *e, int64_t at, int64_t n) {
   for (int64_t i = at / TX_BLOCK; e->moved && i * TX_BLOCK < at + n; i++)
     ((tx_mem_u16 *)e->moved)[i] = TX_MOVED_ANYHOW;

@@ -1,4 +1,4 @@
-/* The average of masters that a step has just written: tx_adamw_args.emas. Included by step_extras.h. */
+/* Updates the EMA of masters that a step has just written: tx_adamw_args.emas. Included by step_extras.h. */
 #ifndef TX_CPU_STEP_EMA_H
 #define TX_CPU_STEP_EMA_H
 
@@ -7,15 +7,16 @@
 #include "csrc/math/ema.h"
 #include "csrc/math/remainder.h"
 
-#define TX_EMA_AHEAD 1024 /* bytes that memory is asked for ahead */
+#define TX_EMA_AHEAD 1024 /* bytes to prefetch ahead */
 
-/* The number that weight i is rounded from, of any pair. */
+/* The value that weight i is rounded from, for any pair of weight and remainder. */
 TX_FN float tx_master_value(tx_weights w, int64_t i, const tx_dtype param, const tx_dtype master) {
   if (master != TX_I16) return tx_f32_from_bits(tx_master_bits(w, i, param, master));
   return tx_remainder_decode(((const tx_mem_u16 *)w.weight)[i], (int16_t)((const tx_mem_u16 *)w.master)[i]);
 }
 
-/* Of n <= TX_BLOCK weights, from element `at` of the piece on. begins: the average is what the masters are. */
+/* n <= TX_BLOCK weights, from element `at` of the piece on. kept: the dtype of the average; has_low: whether 8 more
+ * bits are in ema_low. begins: whether the average is set to the masters. */
 TX_FN void tx_average_some(tx_weights now, int64_t n, const tx_step_extras *e, int64_t at, const tx_dtype param,
                            const tx_dtype master, const tx_dtype kept, const int has_low, const int begins) {
   char *const emas = (char *)e->ema + at * (kept == TX_F32 ? 4 : 2);
@@ -44,7 +45,7 @@ TX_FN void tx_average_some(tx_weights now, int64_t n, const tx_step_extras *e, i
   }
 }
 
-/* A loop for whole blocks, and one for what is left, and for the first step. */
+/* One loop for whole blocks, and one for shorter runs and for the first update. */
 #define TX_AVERAGE_(kept, has_low)                                               \
   if (n == TX_BLOCK && !e->ema_begins) {                                         \
     tx_average_some(now, TX_BLOCK, e, at, param, master, kept, has_low, 0);      \

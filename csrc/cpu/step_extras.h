@@ -1,5 +1,5 @@
-/* What the step leaves behind beside states, where somebody asked: a tile at a time, after it was stepped, while it is
- * in the first-level cache. Included by step_streams.h. */
+/* The step's extra outputs, computed from a tile after it was stepped, while it is in the L1 cache. Included by
+ * step_streams.h. */
 #ifndef TX_CPU_STEP_EXTRAS_H
 #define TX_CPU_STEP_EXTRAS_H
 
@@ -17,8 +17,8 @@ TX_FN void tx_note_block(tx_weights before, tx_weights now, int64_t n, const tx_
   if (e->health) tx_note_measured(e->health, n, bits, tx_measure_block(before, now, n, param, master));
 }
 
-/* Loops for each row of weights, over n of them, of which the first is element `at` of the piece, at a block's begin:
- * all that is asked for; averages alone. */
+/* Loops for each row of weights, over n weights; the first is element `at` of the piece, at a block's edge.
+ * tx_note_loops: all extra outputs; tx_average_loops: the EMA only. */
 typedef void (*tx_note_loop)(tx_weights before, tx_weights now, int64_t n, const tx_step_extras *e, int64_t at);
 typedef void (*tx_average_loop)(tx_weights now, int64_t n, const tx_step_extras *e, int64_t at);
 #define TX_NOTE_LOOP_(index, P, M, ...)                                                                               \

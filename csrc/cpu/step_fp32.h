@@ -1,4 +1,4 @@
-/* The step where everything is fp32. Included by loop_adamw.h. */
+/* The step with everything in fp32. Included by loop_adamw.h. */
 #ifndef TX_CPU_STEP_FP32_H
 #define TX_CPU_STEP_FP32_H
 
@@ -7,14 +7,14 @@
 #include "csrc/cpu/avx512_singles.h"
 #endif
 
-/* Whether no g of elements at ... end - 1 need be limited. */
+/* Whether no g of elements at ... end - 1 needs the clamp (tx_adamw_limited). */
 TX_FN int tx_step_fp32_is_within(tx_adamw_within within, tx_step_streams s, int32_t at, int32_t end, const int l2) {
   return tx_are_within(s.grad, at, end - at, within.grad, TX_F32) &&
          (!l2 || tx_are_within(s.param, at, end - at, within.p, TX_F32));
 }
 
-/* Moments of elements at ... end - 1, all in fp32, and their roots. usual, root: as below. within: whether no g need be
- * limited. */
+/* Moments of elements at ... end - 1, all in fp32, and their roots. usual, root: see tx_step_fp32. within: whether no g
+ * needs the clamp. */
 TX_FN void tx_step_fp32_moments(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t end, float *roots,
                                 const int usual, const int root, const int within) {
   for (int32_t group = at; group < end; group += 2 * TX_GROUP) {
@@ -35,7 +35,7 @@ TX_FN void tx_step_fp32_moments(tx_adamw_constants c, tx_step_streams s, int32_t
   }
 }
 
-/* The same of any gradients and constants. */
+/* The same for any gradients and constants. */
 static __attribute__((noinline)) void tx_step_fp32_moments_any(const tx_adamw_constants *c, const tx_step_streams *s,
                                                                int32_t at, int32_t end, float *roots, int root) {
   tx_step_fp32_moments(*c, *s, at, end, roots, 0, root, 0);
@@ -74,7 +74,7 @@ static __attribute__((noinline)) void tx_step_fp32_changed(const tx_adamw_consta
 }
 #endif
 
-/* Weights of elements at ... end - 1, and what is asked for beside them. */
+/* Weights of elements at ... end - 1, and the extra outputs. */
 TX_FN void tx_step_fp32_tile(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t end, const float *roots) {
   const int32_t finds = tx_finds(s.extras);
 #if TX_HAS_AVX512
@@ -86,7 +86,7 @@ TX_FN void tx_step_fp32_tile(tx_adamw_constants c, tx_step_streams s, int32_t at
   tx_step_copy before;
   const tx_weights kept = tx_keep_weights(s, at, end - at, &before, TX_F32, TX_NONE);
 #if !TX_HAS_AVX512
-  if (finds == TX_FIND_CHANGED) { /* finding what is measured here gained nothing */
+  if (finds == TX_FIND_CHANGED) { /* for health measurement, finding within the loop gained nothing */
     tx_tile_found found;
     tx_step_fp32_changed(&c, &s, at, end, roots, &found);
     tx_note_tile(s, &found, kept, at, end - at, TX_F32, TX_NONE);
@@ -97,8 +97,8 @@ TX_FN void tx_step_fp32_tile(tx_adamw_constants c, tx_step_streams s, int32_t at
   if (s.extras) tx_note_stepped(s, kept, at, end - at, TX_F32, TX_NONE);
 }
 
-/* Everything in fp32. usual: tx_adamw_is_usual, or 0; it changes no bit. root: exp_avg_sq leaves as its square root. n:
- * a multiple of 2 * TX_GROUP. */
+/* usual: tx_adamw_is_usual of the constants, or 0; it changes no bit. root: whether exp_avg_sq receives the square
+ * root. n: a multiple of 2 * TX_GROUP. */
 TX_FN void tx_step_fp32(tx_adamw_constants c, tx_step_streams s, int32_t n, const int usual, const int root) {
   const tx_adamw_within within = tx_adamw_within_of(&c);
   float roots[TX_STEP_TILE];

@@ -1,4 +1,4 @@
-/* Sums of a measured step: tx_adamw_args.healths. Included by step_found.h. */
+/* The sums of health measurement: tx_adamw_args.healths. Included by step_found.h. */
 #ifndef TX_CPU_STEP_HEALTH_H
 #define TX_CPU_STEP_HEALTH_H
 
@@ -7,14 +7,15 @@
 
 #define TX_HEALTH_LANES 32
 
-/* What a loop adds up of a block: the square of element i in lane i % 32, in the order of elements, each sum rounded
- * once. Then neighbours are added, and what is 16, 8, 4 and 2 lanes apart: an order that vectors of any length and
- * words of several elements have alike. */
+/* A block's squares: that of element i is added to lane i % 32, in the order of elements, each sum rounded once.
+ * Afterwards neighbouring lanes are added, and then lanes 16, 8, 4 and 2 apart. Vectors of any length, and words of
+ * several elements, can all add in this order. */
 typedef struct tx_health_squares {
   float at[TX_HEALTH_LANES];
 } tx_health_squares;
 
-/* Where a loop over words of `per` elements has lane j: element k of each word, then the next k. */
+/* Where a loop over words of `per` elements has lane j: it first has element 0 of each word, then element 1, and so
+ * on. */
 TX_FN int32_t tx_health_lane(int32_t j, const int32_t per) {
   return j % per * (TX_HEALTH_LANES / per) + j / per;
 }
@@ -31,20 +32,20 @@ TX_FN float tx_squares_sum(const tx_health_squares *squares, const int32_t per) 
   return sums[0];
 }
 
-/* What is measured of a block. */
+/* The measurements of a block. */
 typedef struct tx_measured {
   float updates, weights; /* sums of squares */
   int32_t below;          /* updates of less than half an ulp of their weight */
-  int32_t largest;        /* the pattern of the largest weight */
+  int32_t largest;        /* the fp32 pattern of the largest weight */
 } tx_measured;
 
-/* The same while it is added up; counts and the largest in as many lanes as there are words. */
+/* The same while they are collected; `below` and `largest` have a lane for each word. */
 typedef struct tx_measuring {
   tx_health_squares updates, weights;
   int32_t below[TX_HEALTH_LANES], largest[TX_HEALTH_LANES];
 } tx_measuring;
 
-/* Element k of a word in lane j of the words. now: of the number that the weight is rounded from. */
+/* Adds element k of a word in lane j of the words. now: the value that the weight is rounded from. */
 TX_FN void tx_measure(tx_measuring *to, int32_t j, int32_t k, float update, float now, const tx_dtype param,
                       const int32_t per) {
   const int32_t lane = k * (TX_HEALTH_LANES / per) + j, size = tx_magnitude_bits(now);
@@ -63,7 +64,7 @@ TX_FN tx_measured tx_measured_of(const tx_measuring *sums, const int32_t per) {
   return found;
 }
 
-/* Of n <= TX_BLOCK weights. */
+/* Measures n <= TX_BLOCK weights. */
 TX_FN tx_measured tx_measure_block(tx_weights before, tx_weights now, int64_t n, const tx_dtype param,
                                    const tx_dtype master) {
   tx_measuring sums = {{{0}}, {{0}}, {0}, {0}};
@@ -78,7 +79,7 @@ TX_FN tx_measured tx_measure_block(tx_weights before, tx_weights now, int64_t n,
   return tx_measured_of(&sums, 1);
 }
 
-/* What was measured of n weights, of which those changed that have a bit. */
+/* Adds the measurements of n weights to a row. changed: bits of those that changed. */
 TX_FN void tx_note_measured(int64_t *row, int64_t n, const uint64_t changed[TX_BLOCK / 64], tx_measured found) {
   for (int32_t k = 0; k < TX_BLOCK / 64; k++)
     row[TX_HEALTH_MOVED] += __builtin_popcountll(changed[k]);

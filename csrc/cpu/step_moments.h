@@ -1,18 +1,18 @@
-/* The first half of a step on streams of fp32 and bf16: moments of a tile, unrounded for what comes next and rounded
- * where they are stored. Included by step_weights.h. */
+/* The first half of a step on fp32 and bf16 streams: the moments of a tile, unrounded for the second half and rounded
+ * to what is stored. Included by step_weights.h. */
 #ifndef TX_CPU_STEP_MOMENTS_H
 #define TX_CPU_STEP_MOMENTS_H
 
 #include "csrc/cpu/step_avx512.h"
 #include "csrc/cpu/step_streams.h"
 
-/* The step goes over a tile twice: a loop for the moments up to the square root, one for the weights from the division
- * on. With both in one loop the many instructions that wait for a result of the divider fill the processor's scheduler,
- * and it runs at half its speed. Tiles are small against the first-level cache. */
+/* The step walks over a tile twice: one loop for the moments up to the square root, one for the weights from the
+ * division on. In a single loop, the many instructions that wait for a result of the divider would fill the processor's
+ * scheduler, and it would run at half its speed. A tile is small compared with the L1 cache. */
 #define TX_STEP_TILE 256
 _Static_assert(TX_STEP_TILE <= TX_FOUND_BLOCKS * TX_BLOCK, "what is found has room for a tile's blocks");
 
-/* Unrounded results of the first loop; element 2 * i + k at [k][i]. */
+/* Unrounded results of the first loop; element 2 * i + k is at [k][i]. */
 typedef struct tx_step_tile {
   float m[2][TX_STEP_TILE / 2];
   float v[2][TX_STEP_TILE / 2];
@@ -32,7 +32,8 @@ static __attribute__((noinline)) int tx_tile_is_ordinary(const tx_step_tile *til
   return largest <= TX_BF16_LARGEST;
 }
 
-/* What is a number's size of its 16-bit halves; of fp32 the upper one alone. */
+/* Masks that leave a number's magnitude in its 16-bit halves, for bf16 [0] and for fp32 [1], where only the upper half
+ * counts. */
 #define TX_HALVES (2 * TX_GROUP)
 #define TX_SIZE_(upper_only) upper_only ? 0 : 0x7fff, 0x7fff
 #define TX_SIZE_4_(u) TX_SIZE_(u), TX_SIZE_(u), TX_SIZE_(u), TX_SIZE_(u)
@@ -42,8 +43,7 @@ static const int16_t tx_size_halves[2][TX_HALVES] = {{TX_SIZE_16_(0)}, {TX_SIZE_
 #undef TX_SIZE_4_
 #undef TX_SIZE_16_
 
-/* Whether no size among the n numbers from `from` on has an upper half of `most` or more. n: a multiple of
- * 2 * TX_GROUP. */
+/* Whether every upper half of the n magnitudes from `from` on is below `most`. n: a multiple of 2 * TX_GROUP. */
 TX_FN int tx_halves_are_within(const void *from, const int32_t n, int16_t most, const tx_dtype dtype) {
   const int16_t *const sizes = tx_size_halves[dtype == TX_F32];
   const int32_t end = n * (dtype == TX_F32 ? 2 : 1);
@@ -59,7 +59,8 @@ TX_FN int tx_halves_are_within(const void *from, const int32_t n, int16_t most, 
   return !over;
 }
 
-/* A tile, mostly of the one length. By itself: in the loops' function it would take registers from them. */
+/* For a tile, which mostly has the same length. Separate functions: inlined, they would take registers from the
+ * loops. */
 static __attribute__((noinline)) int tx_tile_is_within_F32(const void *from, int32_t n, int16_t most) {
   if (n == TX_STEP_TILE) return tx_halves_are_within(from, TX_STEP_TILE, most, TX_F32);
   return tx_halves_are_within(from, n, most, TX_F32);
@@ -69,17 +70,18 @@ static __attribute__((noinline)) int tx_tile_is_within_BF16(const void *from, in
   return tx_halves_are_within(from, n, most, TX_BF16);
 }
 
-/* Whether n numbers of fp32 or bf16, from element `at` on, are below `most` in size; of some a little below it, and of
- * NaN, it says that they are not. In 16 bits, of which every instruction set has a vector maximum. */
+/* Whether the magnitudes of n fp32 or bf16 numbers from element `at` on are below `most`. May be false for numbers
+ * slightly below it; false if there is a NaN. It compares 16-bit integers, since every instruction set has a vector
+ * maximum of these. */
 TX_FN int tx_are_within(const void *numbers, int64_t at, int32_t n, float most, const tx_dtype dtype) {
   const char *from = (const char *)numbers + at * tx_lane_bytes(dtype);
   const int16_t half = (int16_t)(tx_bits_from_f32(most) >> 16);
   return dtype == TX_F32 ? tx_tile_is_within_F32(from, n, half) : tx_tile_is_within_BF16(from, n, half);
 }
 
-/* Whether one of these words has all the bits. */
+/* Whether one of the words has all these bits set. */
 TX_FN int tx_any_has(const uint32_t words[TX_GROUP], uint32_t bits) {
-#if TX_HAS_AVX512 /* else gcc takes the vector apart, word by word: a thirtieth of the step */
+#if TX_HAS_AVX512 /* without it gcc takes the vector apart, word by word, which costs a thirtieth of the step */
   const __m512i wanted = _mm512_set1_epi32((int32_t)bits), all = _mm512_loadu_si512(words);
   return _mm512_cmpeq_epi32_mask(_mm512_and_si512(all, wanted), wanted) != 0;
 #else
@@ -90,12 +92,12 @@ TX_FN int tx_any_has(const uint32_t words[TX_GROUP], uint32_t bits) {
 #endif
 }
 
-/* Unrounded moments of `pairs` pairs from pair `at` on. Those in bf16 are rounded as if none were NaN, Inf or beyond
- * bf16's largest number. Returns whether that was so: the comparisons for a tile cost less than the selections for an
- * element. within: tx_adamw_average_within's. */
+/* Unrounded moments of `pairs` pairs from pair `at` on. bf16 moments are rounded as if none were NaN, Inf or beyond
+ * bf16's largest number. Returns whether that holds: comparing once for a tile costs less than selecting for each
+ * element. within: see tx_adamw_average_within. */
 TX_FN int tx_step_pair_moments(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs, tx_step_tile *tile,
                                const tx_dtype grad, const tx_dtype moment, const int within) {
-  uint32_t set[TX_GROUP] = {0}; /* bits of any */
+  uint32_t set[TX_GROUP] = {0}; /* the bits of all moments, or-ed */
   for (int32_t group = 0; group < pairs; group += TX_GROUP) {
     const uint32_t ramp = tx_dithered(0, 2 * (uint32_t)(at + group));
     tx_prefetch(s.grad, 2 * (at + group), 2 * TX_GROUP, grad);
@@ -126,12 +128,13 @@ TX_FN int tx_step_pair_moments(tx_adamw_constants c, tx_step_streams s, int32_t 
       tx_store_lanes(s.exp_avg_sq, at + i, moment, v);
     }
   }
-  /* Upper bits of an exponent: whatever is too large has them all, and few tiles have them together. */
+  /* A number that is too large has all the upper bits of the exponent set. In nearly every tile, the or of all numbers
+   * has not, so that none is too large. */
   if (moment != TX_BF16 || __builtin_expect(!tx_any_has(set, 0x7f000000u), 1)) return 1;
   return tx_tile_is_ordinary(tile, pairs);
 }
 
-/* The same of any gradients. */
+/* The same for any gradients. */
 static __attribute__((noinline)) int tx_step_pair_moments_any(const tx_adamw_constants *c, const tx_step_streams *s,
                                                               int32_t at, int32_t pairs, tx_step_tile *tile,
                                                               tx_dtype grad, tx_dtype moment) {
@@ -141,7 +144,7 @@ static __attribute__((noinline)) int tx_step_pair_moments_any(const tx_adamw_con
   return tx_step_pair_moments(*c, *s, at, pairs, tile, TX_BF16, TX_BF16, 0);
 }
 
-/* bf16 moments of a tile again, whatever they are. */
+/* Rounds a tile's moments to bf16 again, whatever their values are. */
 static __attribute__((noinline)) void tx_round_moments(tx_step_streams s, int32_t at, int32_t pairs,
                                                        const tx_step_tile *tile) {
   for (int32_t i = 0; i < pairs; i++) {

@@ -1,12 +1,12 @@
-/* The step on streams of fp32 and bf16 that are read and written in place, two elements of each to a lane-wide word.
- * Included by loop_adamw.h. */
+/* The step on fp32 and bf16 streams that are read and written in place, two elements of each per 32-bit lane. Included
+ * by loop_adamw.h. */
 #ifndef TX_CPU_STEP_PLAIN_H
 #define TX_CPU_STEP_PLAIN_H
 
 #include "csrc/cpu/step_remainders.h"
 #include "csrc/cpu/stream_store.h"
 
-/* Weights and masters of a tile at s, and what is asked for beside them. */
+/* Steps the fp32 masters and weights of a tile that begins at s, and computes the extra outputs. */
 TX_FN void tx_step_masters(tx_adamw_constants c, tx_step_streams s, int32_t pairs, const tx_step_tile *tile,
                            const tx_dtype param) {
 #if TX_HAS_AVX512
@@ -23,7 +23,8 @@ TX_FN void tx_step_masters(tx_adamw_constants c, tx_step_streams s, int32_t pair
   if (s.extras) tx_note_stepped(s, before, 0, 2 * pairs, param, TX_F32);
 }
 
-/* Weights that are not read: they may go past the caches, by way of the first level. */
+/* The same for the tile at pair `at`. The weights are not read, so they may bypass the caches; they are collected in L1
+ * first. */
 TX_FN void tx_step_master_tile(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
                                const tx_step_tile *tile, const tx_dtype param) {
   uint32_t rounded[TX_STEP_TILE / 2] __attribute__((aligned(TX_CACHE_LINE)));
@@ -35,7 +36,7 @@ TX_FN void tx_step_master_tile(tx_adamw_constants c, tx_step_streams s, int32_t 
   if (s.stream_store) tx_store_nontemporal(rounded, weights, 4 * (int64_t)pairs);
 }
 
-/* n: a multiple of 2 * TX_GROUP, and of TX_CHECKSUM where there are checksums. */
+/* n: a multiple of 2 * TX_GROUP, and of TX_CHECKSUM if there are checksums. */
 TX_FN void tx_step_pairs(tx_adamw_constants c, tx_step_streams s, int32_t n, const tx_dtype param,
                          const tx_dtype master, const tx_dtype grad, const tx_dtype moment) {
   const float most = tx_adamw_within_of(&c).grad;

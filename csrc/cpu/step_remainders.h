@@ -1,28 +1,30 @@
-/* bf16 weights beside 16-bit remainders, from the moments of a tile. Included by step_plain.h. */
+/* Steps bf16 weights with 16-bit remainders from the moments of a tile. Included by step_plain.h. */
 #ifndef TX_CPU_STEP_REMAINDERS_H
 #define TX_CPU_STEP_REMAINDERS_H
 
 #include "csrc/cpu/step_weights.h"
 
-/* The patterns that make remainders special are rare: a tie, -32768, beside anything, and a negative one beside zero.
- * The fast way steps as if there were none (nor a NaN), keeps the words it read, and is watched; where one was met the
- * words are put back and the tile goes the ordinary way. Lanes of a vector at a time.
- * Only TX_GROUP lanes are used: gcc takes loops of 16 apart before it could vectorise them. */
+/* The patterns that need special treatment with remainders are rare: the tie -32768, and a negative remainder of a zero
+ * weight. The fast path steps as if there were none (and no NaN), keeps copies of the words it read, and records in a
+ * watch whether it met one. If so, the words are restored and the tile takes the ordinary path.
+ *
+ * The watch has a vector's lanes. Only TX_GROUP of them are used: gcc splits loops of 16 before it could vectorise
+ * them. */
 #define TX_WATCHED (2 * TX_GROUP)
 typedef struct tx_watch {
-  uint32_t flipped[TX_WATCHED]; /* bit 31: the sign of a master is not its weight's */
+  uint32_t flipped[TX_WATCHED]; /* bit 31: a master's sign differs from its weight's */
   uint32_t tied[TX_WATCHED];    /* bits 15 and 31: a remainder was -32768, as read or as written */
-  float sum[TX_WATCHED];        /* NaN: some master was */
+  float sum[TX_WATCHED];        /* NaN if a master was */
 } tx_watch;
 
-/* Bit 15 where the lower half is 0x8000, bit 31 where the upper half is (or, needlessly, where it is 0x8001 above
- * that). */
+/* Bit 15 is set if the lower half is 0x8000, and bit 31 if the upper half is (or, needlessly, if the upper half is
+ * 0x8001 and the lower one 0x8000). */
 TX_FN uint32_t tx_ties(uint32_t word) {
   const uint32_t zero = word ^ 0x80008000u;
   return (zero - 0x00010001u) & ~zero;
 }
 
-/* The pair of words *param and *remainder, of which `kept` becomes a copy. */
+/* Steps the pair of words *param and *remainder, and copies the old words to *kept_param and *kept_remainder. */
 TX_FN tx_stepped_pair tx_step_remainders(tx_adamw_constants c, tx_mem_u32 *param, tx_mem_u32 *remainder,
                                          const float m[2], const float root[2], tx_watch *watch, int32_t lane,
                                          uint32_t *kept_param, uint32_t *kept_remainder) {
@@ -52,7 +54,7 @@ TX_FN int tx_watch_is_quiet(const tx_watch *watch) {
   return odd == 0;
 }
 
-/* The words of a tile that the fast way read. */
+/* The words of a tile as the fast path read them. */
 typedef struct tx_kept {
   uint32_t param[TX_STEP_TILE / 2];
   uint32_t remainder[TX_STEP_TILE / 2];
@@ -71,7 +73,7 @@ TX_FN void tx_prefetch_remainders(tx_step_streams s, int32_t pair) {
   tx_prefetch(s.master, 2 * pair, 2 * TX_GROUP, TX_I16);
 }
 
-/* The fast way. Returns whether nothing rare was met. */
+/* The fast path. Returns whether it met nothing rare. */
 #if TX_HAS_AVX512
 TX_FN int tx_step_tile_remainders(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
                                   const tx_step_tile *tile, tx_kept *kept) {

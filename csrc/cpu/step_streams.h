@@ -1,5 +1,5 @@
-/* What one instance of the step works on, and what every one does with it: weights in any form, prefetching, checksums
- * beside remainders. Included by the instances. */
+/* The streams that an instance of the step works on, and functions that all instances share: reading and storing
+ * weights of any form, prefetching, checksums of weights with remainders. Included by the instances. */
 #ifndef TX_CPU_STEP_STREAMS_H
 #define TX_CPU_STEP_STREAMS_H
 
@@ -11,27 +11,27 @@
 #include "csrc/math/dither.h"
 #include "csrc/math/remainder.h"
 
-/* What one instance works on: elements from a block's edge on. Dithered thresholds are those of the first element;
- * block scales only where the moments have them. */
+/* The streams of one instance, from a block's edge on. Dithered thresholds are those of the first element; block scales
+ * are only set if the moments have them. */
 typedef struct tx_step_streams {
   const void *grad;
   void *param, *master, *exp_avg, *exp_avg_sq;
   uint8_t *exp_avg_scale, *exp_avg_sq_scale;
   uint32_t param_u, exp_avg_u, exp_avg_sq_u;
-  void *checksums; /* beside remainders, of whole blocks of TX_CHECKSUM weights; NULL: the instance has none to renew */
-  int64_t *stale;  /* NULL: it does not compare them first */
-  int stream_store;                    /* weights beside fp32 masters are stored so; they begin at a cache line */
-  const tx_step_extras *extras;        /* of whole blocks; NULL: nobody asked */
-  int64_t begin;                       /* the piece's element at which the streams begin, where there are extras */
-  struct tx_measured_blocks *measured; /* of the piece; NULL: nobody asked, or no loop is for AVX-512 */
+  void *checksums;  /* of weights with remainders, for whole blocks of TX_CHECKSUM; NULL: no checksums to renew */
+  int64_t *stale;   /* counts resynced weights; NULL: checksums are not compared first */
+  int stream_store; /* weights with fp32 masters bypass the caches; they begin at a cache line */
+  const tx_step_extras *extras;        /* for whole blocks; NULL: not requested */
+  int64_t begin;                       /* the piece's element at which the streams begin, if there are extras */
+  struct tx_measured_blocks *measured; /* of the piece; NULL: not requested, or no loop is for AVX-512 */
 } tx_step_streams;
 
-/* Weights and masters from element `at` of the streams on. */
+/* Weights and masters of the streams from element `at` on. */
 TX_FN tx_weights tx_stream_weights(tx_step_streams s, int64_t at, const tx_dtype param, const tx_dtype master) {
   return tx_weights_at((tx_weights){s.param, s.master}, at, param, master);
 }
 
-/* Those of n elements from `at` on are stepped, and were `before`. */
+/* Computes the extra outputs of n stepped elements from `at` on; before: their weights before the step. */
 TX_FN void tx_note_stepped(tx_step_streams s, tx_weights before, int64_t at, int64_t n, const tx_dtype param,
                            const tx_dtype master) {
   const tx_weights now = tx_stream_weights(s, at, param, master);
@@ -43,7 +43,8 @@ TX_FN void tx_note_averages(tx_step_streams s, int64_t at, int64_t n, const tx_d
   tx_average_loops[tx_combo_weight(param, master)](now, n, s.extras, s.begin + at);
 }
 
-/* What was found of n elements from `at` on that are stepped; not `all`: copies say it, of weights as they were. */
+/* The changes and measurements that loops found in n stepped elements from `at` on. all: whether everything was found;
+ * if not, it is computed from the copies in `before`. */
 #define TX_FOUND_BLOCKS 4
 typedef struct tx_tile_found {
   tx_found blocks[TX_FOUND_BLOCKS];
@@ -76,7 +77,7 @@ TX_FN void tx_store_weights(tx_step_streams s, int32_t pair, const tx_dtype para
   } else if (master == TX_F32) {
     tx_put_word(s.master, 2 * pair, tx_bits_from_f32(p[0]));
     tx_put_word(s.master, 2 * pair + 1, tx_bits_from_f32(p[1]));
-#if !defined(TX_CONVERT_GROUP) /* else tx_round_weights does it from the masters */
+#if !defined(TX_CONVERT_GROUP) /* otherwise tx_round_weights computes the weights from the masters */
     tx_put_word(s.param, pair, tx_join_upper(tx_bf16_nearest_upper(p[0]), tx_bf16_nearest_upper(p[1])));
 #endif
   } else {
@@ -85,7 +86,7 @@ TX_FN void tx_store_weights(tx_step_streams s, int32_t pair, const tx_dtype para
   }
 }
 
-/* The weights beside n fp32 masters that tx_store_weights has stored, from element `at` on. */
+/* Rounds n fp32 masters that tx_store_weights has stored, from element `at` on, to their weights. */
 TX_FN void tx_round_weights(tx_step_streams s, int64_t at, int64_t n, const tx_dtype master) {
 #if defined(TX_CONVERT_GROUP)
   if (master == TX_F32) tx_nearest_bf16((const char *)s.master + 4 * at, n, (char *)s.param + 2 * at);
@@ -94,13 +95,14 @@ TX_FN void tx_round_weights(tx_step_streams s, int64_t at, int64_t n, const tx_d
 #endif
 }
 
-/* A tile is walked over in groups of a few vectors, of so many pairs, and memory is asked for group by group, a
- * kilobyte of each stream ahead. The hardware's own prefetching alone, thrown back at each page of five streams, left a
- * quarter of the bandwidth unused; asking for a tile at once fills the buffers for outstanding lines. */
+/* A tile is walked over in groups of TX_GROUP pairs, a few vectors each. Each group prefetches from every stream a
+ * kilobyte ahead. The hardware's own prefetching, which starts over at each page of five streams, left a quarter of the
+ * bandwidth unused; prefetching a tile at once fills the buffers for outstanding lines. */
 #define TX_GROUP 16
-#define TX_PREFETCH_BYTES 1024 /* bytes */
+#define TX_PREFETCH_BYTES 1024
 
-/* The lines of `count` elements of a stream, `ahead` elements from element `at`: nothing happens past its end. */
+/* Prefetches the lines of `count` elements, `ahead` elements after element `at`. Past the end of a stream it has no
+ * effect. */
 TX_FN void tx_prefetch_at(const void *stream, int64_t at, int64_t ahead, const int64_t count, const tx_dtype dtype) {
   const char *from = (const char *)stream + (at + ahead) * tx_lane_bytes(dtype);
   for (int64_t byte = 0; byte < count * tx_lane_bytes(dtype); byte += 64)
@@ -111,8 +113,8 @@ TX_FN void tx_prefetch(const void *stream, int64_t at, const int64_t count, cons
   tx_prefetch_at(stream, at, TX_PREFETCH_BYTES / tx_lane_bytes(dtype), count, dtype);
 }
 
-/* A block's weights beside remainders against their checksum before they are stepped, from element `at` on. They are
- * asked for a block further ahead: here they are looked at for the first time, and stay in L1 until the step. */
+/* Compares the checksum of a block with remainders, from element `at` on, before it is stepped. This is the first
+ * access to the weights, so they are prefetched a block further ahead; they stay in L1 until the step. */
 TX_FN void tx_compare_checksum(tx_step_streams s, int64_t at) {
   if (!s.stale && !s.extras) return;
   const int64_t written = tx_checksum_blocks((const char *)s.param + 2 * at, (char *)s.master + 2 * at,
@@ -122,7 +124,7 @@ TX_FN void tx_compare_checksum(tx_step_streams s, int64_t at) {
   if (s.extras && written) tx_note_written(s.extras, s.begin + at, TX_CHECKSUM);
 }
 
-/* The checksum of a block that was stepped. */
+/* Renews the checksum of a stepped block. */
 TX_FN void tx_renew_checksum(tx_step_streams s, int64_t at) {
   tx_checksum_put(s.checksums, at / TX_CHECKSUM, tx_checksum_of((const char *)s.param + 2 * at, TX_CHECKSUM, 0));
 }

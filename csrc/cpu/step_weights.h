@@ -1,17 +1,17 @@
-/* The second half of a step: weights from the moments of a tile, two elements to a lane-wide word. Included by
+/* The second half of a step: weights from the moments of a tile, two elements per 32-bit lane. Included by
  * step_remainders.h and step_fp32.h. */
 #ifndef TX_CPU_STEP_WEIGHTS_H
 #define TX_CPU_STEP_WEIGHTS_H
 
 #include "csrc/cpu/step_moments.h"
 
-/* What is weights and masters of a tile before it is stepped. */
+/* Masters (or weights, without masters) of a tile before it is stepped. */
 typedef struct tx_step_copy {
   uint32_t words[TX_STEP_TILE];
 } __attribute__((aligned(64))) tx_step_copy;
 
-/* Of weights without remainders, where somebody asks what becomes of them. The copy is a loop, since a processor's own
- * way of copying a kilobyte does not overlap with what is around it. */
+/* Copies the weights of a tile without remainders, if extra outputs need them. The copy is a loop, since the
+ * processor's own way of copying a kilobyte does not overlap with the code around it. */
 TX_FN tx_weights tx_keep_weights(tx_step_streams s, int64_t at, int32_t n, tx_step_copy *copy, const tx_dtype param,
                                  const tx_dtype master) {
   const tx_weights kept = {copy, copy}, from = tx_stream_weights(s, at, param, master);
@@ -24,7 +24,7 @@ TX_FN tx_weights tx_keep_weights(tx_step_streams s, int64_t at, int32_t n, tx_st
   return kept;
 }
 
-/* `pairs` pairs from pair `at` on. */
+/* Steps `pairs` pairs from pair `at` on. */
 TX_FN void tx_step_pair_weights(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
                                 const tx_step_tile *tile, const tx_dtype param, const tx_dtype master) {
   for (int32_t group = 0; group < pairs; group += TX_GROUP) {
@@ -43,12 +43,12 @@ TX_FN void tx_step_pair_weights(tx_adamw_constants c, tx_step_streams s, int32_t
 }
 
 #if TX_HAS_AVX512
-/* Whole blocks beside masters, and a task beside stepping them. */
+/* Steps whole blocks with masters, and does a task meanwhile. */
 TX_FN void tx_avx512_tile(const tx_adamw_constants *c, const tx_step_streams *s, int32_t at, int32_t pairs,
                           const tx_step_tile *tile, const tx_dtype master, const int32_t task) {
   const tx_avx512_constants wide = tx_avx512_constants_of(c);
   const tx_avx512_moment_tile first = {tile->m[0], tile->root[0], TX_STEP_TILE / 2};
-  tx_avx512_quotients asked = tx_avx512_divide(&wide, first);
+  tx_avx512_quotients started = tx_avx512_divide(&wide, first);
   for (int32_t pair = 0; pair < pairs; pair += TX_BLOCK / 2) {
     const tx_avx512_moment_tile moments = tx_avx512_moments_on(first, pair);
     const tx_avx512_moment_tile further = tx_avx512_moments_on(moments, TX_BLOCK / 2);
@@ -60,12 +60,12 @@ TX_FN void tx_avx512_tile(const tx_adamw_constants *c, const tx_step_streams *s,
     if (master != TX_F32 || !s->stream_store)
       tx_prefetch(block.param, master == TX_F32 ? 0 : TX_CHECKSUM, TX_BLOCK, TX_BF16);
     if (master != TX_F32) tx_prefetch(block.master, 0, TX_BLOCK, master);
-    tx_avx512_block_weights(c, &wide, block, moments, &asked, pair + TX_BLOCK / 2 < pairs ? &further : NULL, master,
+    tx_avx512_block_weights(c, &wide, block, moments, &started, pair + TX_BLOCK / 2 < pairs ? &further : NULL, master,
                             task);
   }
 }
 
-/* A function for each task: in the loops' function, each would take registers from it. */
+/* One function for each task: inlined, each would take registers from the loops. */
 typedef void (*tx_avx512_tile_loop)(const tx_adamw_constants *c, const tx_step_streams *s, int32_t at, int32_t pairs,
                                     const tx_step_tile *tile);
 #define TX_TILE_LOOP_OF_(master, task)                                                                              \

@@ -1,6 +1,6 @@
-/* Stores that go past the caches. A line that is written without having been read is read by the processor first, to
- * put what is written in it; one that leaves in a whole piece this way is not. For what nobody reads before it would
- * have left the caches anyway. */
+/* Stores that bypass the caches. An ordinary store to a line that was not read makes the processor read that line
+ * first; a whole line stored this way is not read. For data that would have left the caches anyway before it is read
+ * again. */
 #ifndef TX_CPU_STREAM_STORE_H
 #define TX_CPU_STREAM_STORE_H
 
@@ -16,7 +16,7 @@
 
 #define TX_HAS_NONTEMPORAL 1
 
-/* bytes: of whole lines; to: at the begin of one. */
+/* bytes: a multiple of a line; to: at the start of a line. */
 TX_FN void tx_store_nontemporal(const void *from, void *to, int64_t bytes) {
 #if defined(__AVX512F__)
   typedef __m512i tx_widest;
@@ -36,7 +36,7 @@ TX_FN void tx_store_nontemporal(const void *from, void *to, int64_t bytes) {
 #undef TX_STREAM_
 }
 
-/* Before another thread may look: such stores keep no order with those after them. */
+/* Has to be called before another thread may read the data: these stores are not ordered with later ones. */
 TX_FN void tx_end_nontemporal(void) {
   _mm_sfence();
 }

@@ -1,21 +1,30 @@
 /* The AdamW step of one element (Loshchilov & Hutter 2019, Algorithm 2), in one place for every back end.
  *
- *   g  = limited(factor * grad)                    factor = clip_coef / grad_scale, negative to maximize
- *   g  = limited(g + l2 * p)                       only where l2 != 0
- *   m' = m + (1 - beta1) * (g - m)                 or, for beta1 < 1/2, g + beta1 * (m - g)
- *   v' = v + (1 - beta2) * (g * g - v)             likewise; 1 - beta2 a little less for 8-bit codes (dither_lag.h)
+ * p is the master weight (or the weight, where there is no master), m is exp_avg, v is exp_avg_sq; m', v', p' are their
+ * values after the step. t is the number of the step, from 1 on.
+ *
+ *   g  = limited(factor * grad)                    factor = clip_coef / grad_scale, negated for maximize
+ *   g  = limited(g + l2 * p)                       only if l2 != 0
+ *   m' = m + (1 - beta1) * (g - m)                 for beta1 < 1/2: g + beta1 * (m - g)
+ *   v' = v + (1 - beta2) * (g * g - v)             likewise; 1 - beta2 slightly less for 8-bit codes (dither_lag.h)
  *   p' = p - (step_size * (m' / (sqrt(v') * rsqrt_bc2 + eps)) + decay * p)
  *
- * with step_size = lr / (1 - beta1^t), rsqrt_bc2 = 1 / sqrt(1 - beta2^t); decay = lr * weight_decay and l2 = 0 where
- * the decay is decoupled (AdamW), decay = 0 and l2 = weight_decay where it is not (Adam). Elements in fp32, in this
- * order of operations, without contraction; constants in double and rounded once. An average is taken from the side
- * that weighs more: from the other one a large old value would cancel and leave its rounding error behind.
+ * where
  *
- * limited(x): to TX_ADAMW_MOST in size, unless what x was made of is not finite. So no finite gradient makes a state
- * non-finite, whatever finite values there were: m' lies between m and g, v' between v and g^2 (rounding is monotone
- * and weights are <= 1/2), g^2 <= TX_ADAMW_MOST^2 is below the largest number of every format of v, and g - m is at
- * most the largest fp32 number, beside which TX_ADAMW_MOST is less than half a unit. Gradients that are Inf or NaN make
- * both moments and the weight so: m' and v' become Inf (NaN beside a state that is not finite either), p' NaN. */
+ *   step_size = lr / (1 - beta1^t)                 lr and the bias correction of m
+ *   rsqrt_bc2 = 1 / sqrt(1 - beta2^t)              the bias correction of v
+ *   decay = lr * weight_decay, l2 = 0              for decoupled weight decay (AdamW)
+ *   decay = 0, l2 = weight_decay                   for L2 regularisation (Adam)
+ *
+ * Elements are computed in fp32, in this order of operations, without contraction. Constants are computed in double and
+ * rounded once. Each average starts from the operand with the larger weight: starting from the other one, a large old
+ * value would cancel and leave its rounding error behind.
+ *
+ * limited(x) clamps |x| to tx_adamw_most(), unless an operand of x is not finite. So finite gradients keep every state
+ * finite, whatever finite values the states have: m' is between m and g, and v' between v and g^2 (rounding is monotone
+ * and the smaller weight is <= 1/2). g^2 <= tx_adamw_most()^2 is below the largest number of every format of v. |g - m|
+ * rounds to at most the largest fp32 number, because tx_adamw_most() is less than half an ulp of that. A gradient that
+ * is Inf or NaN makes m' and v' Inf (NaN if the state was not finite either) and p' NaN. */
 #ifndef TX_MATH_ADAMW_H
 #define TX_MATH_ADAMW_H
 
@@ -24,17 +33,18 @@
 #include "csrc/math/numeric.h"
 #include "csrc/torch_ext.h"
 
-/* The largest |g|: 31 * 2^59, about 1.8e19; the largest sqrt(v) that has an e4m4 code. Its square, 961 * 2^118, is
- * exact and less than the largest bf16 number and the square of the largest fp16 code. */
+/* The largest |g|: 31 * 2^59, about 1.8e19, which is also the largest sqrt(v) that has an e4m4 code. Its square, 961 *
+ * 2^118, is exact and less than the largest bf16 number and the square of the largest fp16 code. */
 #define TX_ADAMW_MOST_BITS 0x5f780000u
 TX_FN float tx_adamw_most(void) {
   return tx_f32_from_bits(TX_ADAMW_MOST_BITS);
 }
 
-/* How old and new are averaged: from + weight * (to - from), from the one that weighs more. */
+/* How an old value and a new one are averaged: from + weight * (to - from), where `from` is the one with the larger
+ * weight. */
 typedef struct tx_average {
-  float weight;     /* of the other one, <= 1/2 */
-  int32_t from_new; /* beta < 1/2 */
+  float weight;     /* of `to`, <= 1/2 */
+  int32_t from_new; /* whether `from` is the new value: beta < 1/2 */
 } tx_average;
 
 TX_FN tx_average tx_average_of(double beta) {
@@ -42,8 +52,8 @@ TX_FN tx_average tx_average_of(double beta) {
   return a;
 }
 
-/* old, added >= 0 give a result >= 0: rounding is monotone, so fl(to - from) >= -from, its product with a weight in
- * [0, 1] is >= -from too, and from plus that is >= 0. */
+/* old, added >= 0 give a result >= 0: rounding is monotone, so fl(to - from) >= -from, its product with a weight in [0,
+ * 1] is >= -from too, and `from` plus that is >= 0. */
 TX_FN float tx_averaged(tx_average a, float old, float added) {
   const float from = a.from_new ? added : old;
   const float to = a.from_new ? old : added;
@@ -61,7 +71,7 @@ typedef struct tx_adamw_constants {
   float decay;
 } tx_adamw_constants;
 
-/* base^n, n >= 0, by repeated squaring: the same bits on host and device, which two libraries' pow need not give. */
+/* base^n for n >= 0, by repeated squaring: the same bits on host and device, whose libraries' pow() may differ. */
 TX_FN double tx_power(double base, int64_t n) {
   double power = 1.0;
   for (; n > 0; n >>= 1) {
@@ -71,14 +81,14 @@ TX_FN double tx_power(double base, int64_t n) {
   return power;
 }
 
-/* To nearest, but never beyond the largest finite number: Inf * 0 would be NaN. */
+/* x rounded to the nearest fp32, clamped to the largest finite number: an Inf would give NaN in Inf * 0. */
 TX_FN float tx_adamw_constant(double x) {
   const double most = (double)tx_f32_from_bits(0x7f7fffffu);
   return (float)(x > most ? most : x < -most ? -most : x);
 }
 
-/* step: t, the step about to be taken, >= 1. lr stands for group->lr. lag: what v's weight is shortened by
- * (dither_lag.h). The caller has checked 0 <= beta < 1. */
+/* step: t, the number of the step to be computed, >= 1. lr is used instead of group->lr. lag: the fraction by which v's
+ * weight 1 - beta2 is reduced (dither_lag.h). The caller has checked 0 <= beta < 1. */
 TX_FN tx_adamw_constants tx_adamw_prepare(const tx_adamw_group *group, double lr, int64_t step, double clip_coef,
                                           double grad_scale, double lag) {
   const double factor = clip_coef / grad_scale;
@@ -95,20 +105,20 @@ TX_FN tx_adamw_constants tx_adamw_prepare(const tx_adamw_group *group, double lr
   return c;
 }
 
-/* Whether the constants are those of nearly every run: no l2 term, averages taken from the old value. */
+/* Whether the constants are of the common kind: no l2 term, and both averages start from the old value. */
 TX_FN int tx_adamw_is_usual(const tx_adamw_constants *c) {
   return c->l2 == 0.0f && !c->exp_avg.from_new && !c->exp_avg_sq.from_new;
 }
 
-/* The moments after the step, unrounded. root = sqrt(v), which is what 8- and 16-bit states store. */
+/* The moments after the step, unrounded. root = sqrt(v), which is what 8-bit and fp16 states store. */
 typedef struct tx_adamw_moments {
   float m;
   float v;
   float root;
 } tx_adamw_moments;
 
-/* x, which was made of what `from` was made of and is finite where that is, or too large to be. In integers:
- * comparisons of floats kept gcc 12 from vectorising. */
+/* x clamped to tx_adamw_most() in magnitude if `from` is finite, else x itself. `from` has to be finite exactly where
+ * the operands of x are. In integers: comparisons of floats kept gcc 12 from vectorising. */
 TX_FN float tx_adamw_limited(float x, float from) {
   const int32_t most = tx_magnitude_bits(from) < TX_F32_INF ? (int32_t)TX_ADAMW_MOST_BITS : 0x7fffffff;
   const int32_t size = tx_magnitude_bits(x);
@@ -123,18 +133,21 @@ TX_FN tx_adamw_moments tx_adamw_moments_of(tx_adamw_constants c, float g, float 
   return r;
 }
 
-/* The step's first half. Non-finite gradients give non-finite results: they are kept out before this point. */
+/* The first half of the step: both moments. Non-finite gradients give non-finite results; callers that skip such steps
+ * do so before. */
 TX_FN tx_adamw_moments tx_adamw_average(tx_adamw_constants c, float grad, float p, float m, float v) {
   float g = tx_adamw_limited(c.factor * grad, grad);
-  if (c.l2 != 0.0f) g = tx_adamw_limited(g + c.l2 * p, g + p); /* g + p overflows of no finite p */
+  if (c.l2 != 0.0f) g = tx_adamw_limited(g + c.l2 * p, g + p); /* g + p cannot overflow for a finite p */
   return tx_adamw_moments_of(c, g, m, v);
 }
 
-/* The same, in fewer instructions, where g need not be limited, for loops that find the others out. Either before, by
- * tx_adamw_within_of; or afterwards, for tx_adamw_is_usual constants, by a root above TX_ADAMW_ROOT_BITS: all that had
- * to be limited has one, since v' >= (1 - beta2) * g^2 and 1 - beta2 >= 2^-53, and all that is not finite.
- * usual: tx_adamw_is_usual, or 0; known when a loop is compiled, it changes no bit; where it is 1 p is not looked at.
- */
+/* tx_adamw_average without the clamp, in fewer instructions, for loops that detect the elements that need the clamp and
+ * recompute them. A loop can detect them beforehand, by tx_adamw_within_of. If the constants are tx_adamw_is_usual, it
+ * can also detect them afterwards, by a root above TX_ADAMW_ROOT_BITS: every g that needs the clamp has such a root,
+ * since v' >= (1 - beta2) * g^2 and 1 - beta2 >= 2^-53, and so has everything that is not finite.
+ *
+ * usual: tx_adamw_is_usual of the constants, or 0; a compile-time constant. It changes no bit. If it is 1, p is not
+ * read. */
 TX_FN tx_adamw_moments tx_adamw_average_within(tx_adamw_constants c, const int usual, float grad, float p, float m,
                                                float v) {
   if (usual) c.exp_avg.from_new = c.exp_avg_sq.from_new = 0;
@@ -144,13 +157,14 @@ TX_FN tx_adamw_moments tx_adamw_average_within(tx_adamw_constants c, const int u
 }
 #define TX_ADAMW_ROOT_BITS 0x51800000 /* 2^36 */
 
-/* Sizes of gradients and weights up to which g need surely not be limited; a little less than they could be. */
+/* Magnitudes of gradients and weights up to which g certainly needs no clamp; slightly smaller than they could be. */
 typedef struct tx_adamw_within {
   float grad;
   float p;
 } tx_adamw_within;
 
-/* share / of, and less by what a product with it and both roundings may be more. */
+/* share / |of|, at most the largest fp32 number, with a margin for the rounding of this quotient and of the product of
+ * `of` with a number of that size. */
 TX_FN float tx_adamw_share(double share, float of) {
   const double size = of < 0.0f ? -(double)of : (double)of, largest = (double)tx_f32_from_bits(0x7f7fffffu);
   const double most = share * (1.0 - 0x1p-22);
@@ -162,7 +176,7 @@ TX_FN tx_adamw_within tx_adamw_within_of(const tx_adamw_constants *c) {
   return within;
 }
 
-/* The second half: p after the step. quotient: m / (root * rsqrt_bc2 + eps), of the unrounded moments. */
+/* The second half of the step: p'. quotient: m' / (sqrt(v') * rsqrt_bc2 + eps), of the unrounded moments. */
 TX_FN float tx_adamw_moved(tx_adamw_constants c, float p, float quotient) {
   return p - (c.step_size * quotient + c.decay * p);
 }

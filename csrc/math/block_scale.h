@@ -1,18 +1,20 @@
 /* Block-scaled states and wire data: up to 128 elements share one power-of-two scale (e8m0, one byte).
  *
- * To encode: a plan from the block's amax; codes and the largest of them; whether codes are doubled; codes with sign.
+ * An element is (its code, read as a small float) * 2^k. The scale byte is k + 127 as in OCP's e8m0; 255 is NaN. MAX is
+ * the largest value of a code.
+ *   - k is the least with amax <= MAX * 2^k. If the largest code after rounding is MAX/2's, k is lowered by one and the
+ *     codes are doubled, which is exact. So the largest code is above MAX/2 unless k is at its minimum, and encoding a
+ *     decoded block again gives the same bytes, with any rounding.
+ *   - With min_exponent, a code's least normal value is a normal fp32; so is its square, in formats that store sqrt(v).
+ *   - A block with a NaN, an Inf or a value above MAX * 2^max_exponent has scale 255 and codes 0. All of it decodes to
+ *     NaN, so that the loss shows. That limit is above 0.43 of the largest fp32 (0.87 of its root in a sqrt format).
+ *   - A block of zeros has scale 0 and codes 0. So has a signed block in which no magnitude reaches the least code at
+ *     min_exponent (2^-128 for e4m3, 2^-129 for e3m4, 2^-135 for fp16).
+ *   - A positive sqrt(v) gets at least the least code, never 0: a v flushed to 0 would make the step huge. A signed
+ *     value may round to zero and keeps its sign.
  *
- * An element is (its code as a small float) * 2^k, the scale byte is k + 127 as in OCP's e8m0, 255 is NaN.
- *   - k is the least with amax <= MAX * 2^k; where rounding then leaves MAX/2 as the largest code, k is one less and
- *     the codes are doubled, which is exact. So the largest code is above MAX/2 unless k is at its minimum, and
- *     encoding a decoded block again gives the same bytes, whatever the rounding.
- *   - min_exponent keeps a code's least normal value a normal fp32; for formats that store sqrt(v) its square too.
- *   - A block with a NaN, an Inf or a value above MAX * 2^max_exponent (which is above 0.43 of what fp32 can hold;
- *     0.87 of its root in a sqrt format) has scale 255 and codes 0 and decodes to NaN throughout: the loss is loud.
- *   - A block of zeros has scale 0 and codes 0; so has a signed one of which nothing reaches the least code at
- *     min_exponent (for e4m3 2^-128, for e3m4 2^-129, for fp16 2^-135).
- *   - A positive sqrt(v) never gets code 0 but the least code: a v flushed to 0 would make the step huge. A signed
- *     value may round to zero and keeps its sign. */
+ * Encoding takes four steps: a plan from the block's amax (tx_block_plan_from); the codes and the largest of them
+ * (tx_block_code); whether the codes are doubled (tx_block_doubling); the final codes with sign (tx_block_finish). */
 #ifndef TX_MATH_BLOCK_SCALE_H
 #define TX_MATH_BLOCK_SCALE_H
 
@@ -23,7 +25,7 @@
 
 typedef struct tx_block_format {
   tx_small_float element;
-  uint32_t sign_bit; /* the sign's place in a code; 0: unsigned, and never 0 for a positive value */
+  uint32_t sign_bit; /* the sign's place in a code; 0: unsigned, and a positive value never gets code 0 */
   int32_t min_exponent;
   int32_t max_exponent;
 } tx_block_format;
@@ -33,9 +35,9 @@ TX_FN tx_block_format tx_block_e4m3(void) {
   const tx_block_format f = {tx_small_e4m3(), 0x80u, -119, 118};
   return f;
 }
-/* Muon's momentum in 8 bits. Half of e4m3's error; e2m5 has half of that again where a block's elements are of one
- * size, and loses the small columns of a matrix, which the orthogonalised one has as large as any, where they are not.
- */
+/* Muon's momentum in 8 bits, with half of e4m3's error. e2m5 has half of that again for blocks whose elements have
+ * similar magnitudes. In other blocks e2m5 loses a matrix's small columns, which are as large as any after
+ * orthogonalisation. */
 TX_FN tx_block_format tx_block_e3m4(void) {
   const tx_block_format f = {tx_small_e3m4(), 0x80u, -123, 122};
   return f;
@@ -56,7 +58,7 @@ TX_FN tx_block_format tx_block_root_f16(void) {
   return f;
 }
 
-/* The format of a tensor with block scales; dtype: U8 or F16. */
+/* The block format of a dtype (TX_U8 or TX_F16) in a tx_format. */
 TX_FN tx_block_format tx_block_format_of(const tx_dtype dtype, const tx_format format) {
   if (dtype == TX_U8 && format == TX_FORMAT_MOMENTUM) return tx_block_e3m4();
   if (dtype == TX_U8) return format == TX_FORMAT_SQRT ? tx_block_root_e4m4() : tx_block_e4m3();
@@ -69,27 +71,26 @@ TX_FN int32_t tx_block_max_bits(tx_block_format f, int32_t k) {
                    ((uint32_t)(127 - f.element.bias + k) << 23));
 }
 
-/* The least k in the format's range with amax <= MAX * 2^k; amax_bits: tx_magnitude_bits of a finite amax. */
+/* The least k in the format's range with amax <= MAX * 2^k. amax_bits: tx_magnitude_bits of a finite amax. */
 TX_FN int32_t tx_scale_exponent(tx_block_format f, int32_t amax_bits) {
   const int32_t max_bits = tx_block_max_bits(f, 0);
-  /* A mantissa above MAX's carries into the exponent. */
+  /* If amax's mantissa is above MAX's, the addition carries into the exponent. */
   const int32_t k = ((amax_bits + (0x7fffff - (max_bits & 0x7fffff))) >> 23) - (max_bits >> 23);
   const int32_t raised = k < f.min_exponent ? f.min_exponent : k;
   return raised > f.max_exponent ? f.max_exponent : raised;
 }
 
-/* The fp32 bits of the least amax that does not make a block of zeros: of a signed format the least code's value at
- * min_exponent (so that some code of every other block is not 0), of an unsigned one any positive number. */
+/* The fp32 bits of the least amax that does not encode as a block of zeros. For signed formats: the least code's value
+ * at min_exponent, so that every other block has a code that is not 0. For unsigned ones: any positive number. */
 TX_FN int32_t tx_block_least_bits(tx_block_format f) {
   const int32_t place = 150 - f.element.bias - f.element.mantissa_bits + f.min_exponent;
   return f.sign_bit != 0u ? 1 << place : 1;
 }
 
-/* What a block's scale byte says of its codes, once per block. Bytes that no encoder writes are read as the nearest
- * that one does. */
+/* A block's decoded scale byte. A byte that no encoder writes is read as the nearest one that an encoder does write. */
 typedef struct tx_block_scale {
   tx_small_place at;
-  uint32_t keep; /* of the codes: nothing where the block is NaN */
+  uint32_t keep; /* mask of the codes: 0 if the block is NaN, else all ones */
 } tx_block_scale;
 
 TX_FN tx_block_scale tx_scale_decode(tx_block_format f, uint8_t byte) {
@@ -97,7 +98,7 @@ TX_FN tx_block_scale tx_scale_decode(tx_block_format f, uint8_t byte) {
   const int32_t raised = k < f.min_exponent ? f.min_exponent : k;
   tx_block_scale scale = {tx_small_at(f.element, raised > f.max_exponent ? f.max_exponent : raised), 0xffffffffu};
   if (byte == TX_BLOCK_SCALE_NAN) {
-    scale.at.rebase = 0x7fc00000u; /* of code 0 this is the value */
+    scale.at.rebase = 0x7fc00000u; /* what code 0 decodes to */
     scale.keep = 0u;
   }
   return scale;
@@ -105,11 +106,11 @@ TX_FN tx_block_scale tx_scale_decode(tx_block_format f, uint8_t byte) {
 
 /* How one block is encoded, decided from amax alone. */
 typedef struct tx_block_plan {
-  int32_t exponent; /* k before a possible doubling */
+  int32_t exponent; /* k before the codes are doubled */
   float inverse;    /* 2^-k */
   tx_small_place at;
-  uint32_t keep;    /* 0 where all codes are 0 (zeros, not finite), else all ones */
-  uint32_t special; /* the scale byte where keep is 0 */
+  uint32_t keep;    /* mask of the codes: 0 if all of them are 0 (a block of zeros or not finite), else all ones */
+  uint32_t special; /* the scale byte if keep is 0 */
 } tx_block_plan;
 
 TX_FN tx_block_plan tx_block_plan_from(tx_block_format f, int32_t amax_bits) {
@@ -123,21 +124,22 @@ TX_FN tx_block_plan tx_block_plan_from(tx_block_format f, int32_t amax_bits) {
   return plan;
 }
 
-/* sqrt(v) of a positive fp32 v is above 2^-75: its pattern is above 1 << s. What is 0 stays 0. */
+/* The least code of x >= 0 in a sqrt format, in units of 1 << (23 - mantissa_bits): 1 for a positive x, 0 for 0.
+ * sqrt(v) of a positive fp32 v is above 2^-75, so its pattern is above that unit. */
 TX_FN uint32_t tx_block_least(tx_block_format f, float x) {
   const int32_t bits = (int32_t)tx_bits_from_f32(x), one = 1 << (23 - f.element.mantissa_bits);
   return (uint32_t)(bits < one ? bits : one);
 }
 
-/* The code of x at 2^k by threshold, in units of 1 << (23 - mantissa_bits), rounded by cutting off what is below them;
- * before the block's largest code is known. The plan keeps its codes. */
+/* The magnitude code of x at 2^k by threshold u, in units of 1 << (23 - mantissa_bits): its lower bits are to be cut
+ * off. Before doubling; not masked by plan.keep. */
 TX_FN uint32_t tx_block_round(tx_block_format f, tx_block_plan plan, float x, uint32_t u) {
   const uint32_t sum = tx_small_sum(f.element, plan.at, tx_f32_from_bits((uint32_t)tx_magnitude_bits(x)), u);
   const uint32_t least = tx_block_least(f, x);
   return f.sign_bit == 0u && (int32_t)sum < (int32_t)least ? least : sum;
 }
 
-/* The magnitude code of x at 2^k, before the block's largest code is known. rounded: by threshold u, else nearest. */
+/* The magnitude code of x at 2^k, before doubling. rounded: by threshold u, else to nearest. */
 TX_FN uint32_t tx_block_code(tx_block_format f, tx_block_plan plan, float x, int rounded, uint32_t u) {
   const int s = 23 - f.element.mantissa_bits;
   if (rounded) return tx_block_round(f, plan, x, u) >> s & plan.keep;
@@ -146,20 +148,22 @@ TX_FN uint32_t tx_block_code(tx_block_format f, tx_block_plan plan, float x, int
   return (f.sign_bit == 0u && (int32_t)code < (int32_t)least ? least : code) & plan.keep;
 }
 
-/* 2^mantissa_bits where the block's codes are to be doubled (its largest code is MAX/2's), else 0. */
+/* 2^mantissa_bits (the exponent's unit) if the block's codes are to be doubled because the largest is MAX/2's, else
+ * 0. */
 TX_FN uint32_t tx_block_doubling(tx_block_format f, tx_block_plan plan, uint32_t largest_code) {
   const uint32_t one = 1u << f.element.mantissa_bits;
   return largest_code == f.element.max_code - one && plan.exponent > f.min_exponent ? one : 0u;
 }
 
-/* Whether the block's largest code can be MAX/2's at all: amax, rounded down, is that code. Few blocks need a look. */
+/* Whether the block's largest code can be MAX/2's: whether amax, rounded down, has at most that code. False for nearly
+ * all blocks, which then need no search for the largest code. */
 TX_FN int tx_block_may_double(tx_block_format f, tx_block_plan plan, int32_t amax_bits) {
   const uint32_t one = 1u << f.element.mantissa_bits;
   return tx_small_round(f.element, plan.at, tx_f32_from_bits((uint32_t)amax_bits), 0) <= f.element.max_code - one &&
          plan.exponent > f.min_exponent;
 }
 
-/* The code as stored: doubled if need be, with x's sign. */
+/* The code as stored: doubled if the block's are, with x's sign. */
 TX_FN uint32_t tx_block_finish(tx_block_format f, tx_block_plan plan, float x, uint32_t code, uint32_t doubling) {
   const uint32_t doubled = code + ((int32_t)code < (int32_t)doubling ? code : doubling);
   const uint32_t negative = tx_bits_from_f32(x) >> 31;
@@ -171,12 +175,12 @@ TX_FN uint8_t tx_block_scale_byte(tx_block_plan plan, uint32_t doubling) {
   return (uint8_t)(plan.keep != 0u ? byte : plan.special);
 }
 
-/* bits << n, to the right where n is negative. */
+/* bits << n; bits >> -n for a negative n. */
 TX_FN uint32_t tx_shifted(uint32_t bits, const int n) {
   return n >= 0 ? bits << n : bits >> -n;
 }
 
-/* The value of the stored code that begins at bit `low` of word. A sqrt format yields sqrt(v). Exact. */
+/* The value of the stored code that begins at bit `low` of `word`; sqrt(v) in a sqrt format. Exact. */
 TX_FN float tx_block_value_in(tx_block_format f, uint32_t word, const int low, tx_block_scale scale) {
   const int s = 23 - f.element.mantissa_bits;
   const uint32_t kept = word & scale.keep;
@@ -189,7 +193,7 @@ TX_FN float tx_block_value(tx_block_format f, uint32_t code, tx_block_scale scal
   return tx_block_value_in(f, code, 0, scale);
 }
 
-/* tx_magnitude_bits of the largest of n values, a NaN's where there is one. */
+/* tx_magnitude_bits of the largest |x[i]|; above TX_F32_INF if there is a NaN. */
 TX_FN int32_t tx_block_amax_bits(const float *x, int32_t n) {
   int32_t amax = 0;
   for (int32_t i = 0; i < n; ++i) {

@@ -1,22 +1,23 @@
-/* bf16 elements in three quarters of their bytes, every bit kept.
+/* Lossless compression of bf16 elements to three quarters of their bytes.
  *
- * What neighbours have in common is their size. A block of TX_BLOCK elements has the greatest of its 8-bit exponents
- * (top), and of each element the sign and the significand, 8 bits, and how far its exponent is below the top, in 4:
- * 0 ... 14, or 15 for an exponent of 0 (zeros and subnormals). Any other element is an escape, two bytes: where in the
- * block it is, and its exponent. Of normal numbers in one scale, as gradients and weights are, one in 10^4 is one. */
+ * Neighbouring gradients or weights have similar magnitudes. So a block of TX_BLOCK elements stores the largest of its
+ * 8-bit exponents (`top`), and for each element 12 bits: sign and mantissa (8 bits, `low`), and how far its exponent is
+ * below the top (4 bits, a code). Codes 0 ... 14 are that distance; 15 is an exponent of 0 (zeros and subnormals). Any
+ * other element is an escape of two more bytes: its place in the block and its exponent. Of normally distributed
+ * numbers of one scale, one in 10^4 is an escape. */
 #ifndef TX_MATH_COMPRESS_BLOCK_H
 #define TX_MATH_COMPRESS_BLOCK_H
 
 #include "csrc/math/numeric.h"
 #include "csrc/torch_ext.h"
 
-#define TX_FAR 15 /* the code of an exponent of 0, and of an escape until its own exponent is put in */
+#define TX_FAR 15 /* the code of an exponent of 0; also of an escape, until its own exponent is filled in */
 
 TX_FN int tx_compressed_escapes(uint8_t top, uint8_t exponent) {
   return exponent != 0 && top - exponent >= TX_FAR;
 }
 
-/* A block; returns its top, and in *count how many escapes it has. */
+/* Compresses a block. Returns its top; *count: how many escapes it has. */
 TX_FN uint8_t tx_compress_block(const uint16_t *restrict from, uint8_t *restrict low, uint8_t *restrict codes,
                                 uint8_t *count) {
   uint8_t exponents[TX_BLOCK], far[TX_BLOCK];
@@ -46,7 +47,7 @@ TX_FN uint16_t tx_expanded(uint8_t low, uint8_t exponent) {
   return (uint16_t)((low & 0x80) << 8 | exponent << 7 | (low & 0x7f));
 }
 
-/* The other way; the exponents of escapes are 0 yet. */
+/* Expands a block. The exponents of escapes are 0 afterwards and have to be filled in. */
 TX_FN void tx_expand_block(uint8_t top, const uint8_t *restrict low, const uint8_t *restrict codes,
                            uint16_t *restrict to) {
   uint8_t exponents[TX_BLOCK];

@@ -1,5 +1,6 @@
-/* Bits of a delta: the least significant of a byte first. Numbers go in Rice codes (a quotient in unary, a remainder of
- * r bits) whose r follows the mean of the last ones, so that nothing needs to be said about it. */
+/* Bit streams of a delta, least significant bit of a byte first, and adaptive Rice codes in them. A Rice code is a
+ * quotient in unary and a remainder of r bits; r follows the mean of the latest numbers on both sides, so it is never
+ * sent. */
 #ifndef TX_MATH_DELTA_BITS_H
 #define TX_MATH_DELTA_BITS_H
 
@@ -10,10 +11,10 @@
 typedef struct tx_bit_writer {
   uint8_t *at;
   uint64_t bits;
-  int32_t n; /* in bits, < 8 between calls */
+  int32_t n; /* valid bits in `bits`, < 8 between calls */
 } tx_bit_writer;
 
-/* n <= 56, value < 2^n. There is space for 8 bytes. */
+/* n <= 56, value < 2^n. Writes 8 bytes at w->at, whatever n. */
 TX_FN void tx_put_bits(tx_bit_writer *w, uint64_t value, int32_t n) {
   w->bits |= value << w->n;
   w->n += n;
@@ -23,19 +24,19 @@ TX_FN void tx_put_bits(tx_bit_writer *w, uint64_t value, int32_t n) {
   w->bits >>= 8 * whole;
   w->n &= 7;
 }
-/* The end of what was written, the last byte filled with zeros. */
+/* The end of the written bytes, the last one filled up with zeros. */
 TX_FN uint8_t *tx_bits_end(const tx_bit_writer *w) {
   return w->at + (w->n > 0);
 }
 
-/* What is read past the end is 0. */
+/* Reads bits; past the end of the data they are 0. */
 typedef struct tx_bit_reader {
   const uint8_t *data;
   uint64_t bytes;
-  uint64_t at; /* in bits */
+  uint64_t at; /* position, in bits */
 } tx_bit_reader;
 
-/* 57 bits and more of what comes next. */
+/* The next 57 bits at least. */
 TX_FN uint64_t tx_peek_bits(const tx_bit_reader *r) {
   const uint64_t byte = r->at >> 3;
   uint64_t bits = 0;
@@ -52,16 +53,16 @@ TX_FN uint64_t tx_take_bits(tx_bit_reader *r, int32_t n) {
   return bits;
 }
 
-/* The same in registers: what is taken next waits for no load. */
+/* A reader that keeps the next bits in a register, so that consecutive reads do not wait for loads. */
 typedef struct tx_bit_window {
   const uint8_t *data;
   uint64_t bytes;
-  uint64_t byte; /* the next that is read */
-  uint64_t bits; /* n of them, and above these nothing but what comes next */
+  uint64_t byte; /* index of the next byte to load */
+  uint64_t bits; /* the next n bits; above them, nothing but bits that follow these in the data */
   int32_t n;
 } tx_bit_window;
 
-/* 56 bits and more are there afterwards. */
+/* Loads until at least 56 bits are valid. */
 TX_FN void tx_window_fill(tx_bit_window *w) {
   uint64_t next = 0;
   if (w->byte + 8 <= w->bytes) {
@@ -87,7 +88,7 @@ TX_FN tx_bit_reader tx_window_end(const tx_bit_window *w) {
   return (tx_bit_reader){w->data, w->bytes, 8 * w->byte - (uint64_t)w->n};
 }
 
-/* A quotient that would be longer stands for a number of TX_RICE_RAW bits as it is. */
+/* A unary quotient of TX_RICE_LONGEST ones is an escape: the number follows as TX_RICE_RAW plain bits. */
 #define TX_RICE_LONGEST 24
 #define TX_RICE_RAW 20
 
@@ -101,7 +102,7 @@ TX_FN void tx_put_rice(tx_bit_writer *w, uint32_t value, int32_t r) {
     tx_put_bits(w, value, TX_RICE_RAW);
   }
 }
-/* The number that `next` begins with, and how many bits it has. */
+/* The number at the start of `next`; *bits: the length of its code. */
 TX_FN uint32_t tx_rice_in(uint64_t next, int32_t r, int32_t *bits) {
   const uint32_t quotient = (uint32_t)__builtin_ctzll(~next | UINT64_C(1) << TX_RICE_LONGEST);
   if (__builtin_expect(quotient == TX_RICE_LONGEST, 0)) {
@@ -118,17 +119,17 @@ TX_FN uint32_t tx_take_rice(tx_bit_reader *reader, int32_t r) {
   return value;
 }
 
-/* What Rice codes follow. The mean is renewed after every TX_RICE_GROUP numbers, not after each: the next number could
- * not be looked at before. */
+/* The adaptive state of Rice codes. The mean is updated after every TX_RICE_GROUP numbers instead of after each, so
+ * that decoding a number need not wait for the one before. */
 #define TX_RICE_GROUP 8
 typedef struct tx_rice {
-  uint32_t mean; /* 32 times that of the last numbers, which are < 2^TX_RICE_RAW */
-  uint32_t sum;  /* of the numbers since */
-  int32_t left;  /* until it is renewed */
+  uint32_t mean; /* 32 times the running mean of the numbers, which are < 2^TX_RICE_RAW */
+  uint32_t sum;  /* of the numbers since the last update */
+  int32_t left;  /* numbers until the next update */
   int32_t r;
 } tx_rice;
 
-/* The best r for a geometric distribution: the length of 0.4812 * mean in bits (Kiely 2004). */
+/* The best r for a geometric distribution: the bit length of 0.4812 * mean (Kiely 2004). mean: 32 times the mean. */
 TX_FN int32_t tx_rice_of(uint32_t mean) {
   const uint32_t t = (uint32_t)((uint64_t)(mean + 16u) * 123u >> 13);
   const int32_t length = t ? 32 - __builtin_clz(t) : 0;

@@ -1,14 +1,14 @@
-/* Lengths of codes of values (Note [Windows]) by table.
+/* Lengths of the codes of weights (Note [Windows]) by table.
  *
- * How many steps of its dtype a weight moves at most depends on how far its exponent is from the bound's alone: on the
- * `rung` bound - 16 * exponent. So does everything that follows from it, but for weights that are as small as the bound
- * and the smallest exponents. Weights of one rung whose significand is
- *   below `low`              may have been a power of two smaller, where there are twice as many steps: `low_bits`
+ * How many steps (of its dtype) a weight can have moved depends only on the distance between its exponent and the
+ * bound's: on the `rung` bound - 16 * exponent. So do window and code length, except for the smallest exponents and for
+ * weights that are as small as the bound. Weights of one rung have three lengths, by their significand:
+ *   below `low`              `low_bits`: its windows reach the next smaller exponent, which has twice as many steps
  *   in [low, high)           `bits`
- *   from `high` on           may become a power of two larger: `high_bits`
- * Lengths at the top of an exponent are those at the bottom of the next one, since twice a number of steps is as long
- * as that and one more. So a window has two lengths at most where there are no codes of a single bit: `bits` from `low`
- * on and `low_bits` below. */
+ *   from `high` on           `high_bits`: its windows reach the next larger exponent
+ * The length at the top of an exponent is that at the bottom of the next one, since twice a number of steps takes as
+ * many bits as twice that number plus one. So without codes of a single bit a window has at most two lengths: `bits`
+ * from `low` on and `low_bits` below. */
 #ifndef TX_MATH_DELTA_RUNGS_H
 #define TX_MATH_DELTA_RUNGS_H
 
@@ -18,25 +18,25 @@ typedef struct tx_delta_rung {
   int32_t low, high; /* high = -1: not by table */
   int32_t steps;
   uint8_t bits, high_bits, low_bits;
-  uint8_t one; /* `bits` is 1 */
-  /* From this significand on, `bits` and one of the others are all that there is in a window. */
+  uint8_t one; /* whether `bits` is 1 */
+  /* From this significand on, a window's weights have only two lengths: `bits` and either `low_bits` or `high_bits`. */
   int32_t quick;
 } tx_delta_rung;
 
 #define TX_DELTA_RUNGS (16 * 26)
 typedef struct tx_delta_rungs {
   tx_delta_rung rung[TX_DELTA_RUNGS];
-  /* The same of 16-bit weights, for loops that look up many: `bits`, from bit 8 on `high_bits`, from bit 16 on
-   * `low_bits`, from bit 24 on `steps`, of which `low` and `high` follow. 0: not by table. */
+  /* The same for 16-bit weights, packed for loops that look up many: `bits` in the lowest byte, then `high_bits`,
+   * `low_bits`, and `steps`, from which `low` and `high` follow. 0: not by table. */
   uint32_t lengths[TX_DELTA_RUNGS];
-  int32_t first; /* the rung of the first entry; all below are like it */
+  int32_t first; /* the rung of the first entry; all smaller rungs are equal to it */
   int32_t returns;
   tx_dtype dtype;
 } tx_delta_rungs;
 
 static inline void tx_delta_rungs_make(tx_delta_rungs *t, const tx_dtype dtype, int returns) {
   const int32_t m = tx_delta_mantissa(dtype);
-  const int32_t exponent = 128 - tx_delta_rebias(dtype); /* any that is in the midst */
+  const int32_t exponent = 128 - tx_delta_rebias(dtype); /* any exponent in the middle of the range */
   t->first = -16 * (m + 2);
   t->dtype = dtype;
   t->returns = returns;
@@ -69,7 +69,7 @@ TX_FN const tx_delta_rung *tx_delta_rung_of(const tx_delta_rungs *t, int32_t exp
   return &t->rung[at < 0 ? 0 : at < TX_DELTA_RUNGS ? at : TX_DELTA_RUNGS - 1];
 }
 
-/* tx_delta_bits, of the dtype and `returns` that the table is of. */
+/* tx_delta_bits, for the table's dtype and `returns`. */
 TX_FN int32_t tx_delta_rung_bits(const tx_delta_rungs *t, uint32_t bits, int32_t bound, const tx_dtype dtype) {
   const int32_t m = tx_delta_mantissa(dtype);
   const uint32_t size = tx_delta_size_of(bits, dtype);
@@ -80,7 +80,7 @@ TX_FN int32_t tx_delta_rung_bits(const tx_delta_rungs *t, uint32_t bits, int32_t
   return significand < rung->low ? rung->low_bits : most;
 }
 
-/* tx_delta_search. */
+/* tx_delta_search by table. */
 TX_FN tx_delta_found tx_delta_rung_find(const tx_delta_rungs *t, uint32_t old, int32_t bound, uint64_t next,
                                         const tx_dtype dtype) {
   const int32_t m = tx_delta_mantissa(dtype);
@@ -89,8 +89,8 @@ TX_FN tx_delta_found tx_delta_rung_find(const tx_delta_rungs *t, uint32_t old, i
   const tx_delta_rung *rung = tx_delta_rung_of(t, e, bound, dtype);
   if (__builtin_expect(e < 3 || rung->high < 0 || significand < rung->quick, 0))
     return tx_delta_search(old, bound, next, t->returns, dtype);
-  /* Sizes, in which the window is the same for both signs: the code of a negative weight is of its complement. A code
-   * of one bit is the second lowest; the lowest is the other one than the old weight's. */
+  /* In magnitudes, where the window is the same for both signs: a negative weight's code is complemented. A code of one
+   * bit is bit 1 of the weight; its bit 0 is the opposite of the old weight's. */
   const int64_t flip = old == size ? 0 : -1, high = (int64_t)size + rung->steps;
   const int64_t single = (int64_t)(next & 1u) << 1 | (((int64_t)size ^ flip ^ 1) & 1);
   int32_t bits = rung->bits;
@@ -98,7 +98,7 @@ TX_FN tx_delta_found tx_delta_rung_find(const tx_delta_rungs *t, uint32_t old, i
   const int64_t first = (rung->one ? single : tx_delta_sent((int64_t)next & mask, bits)) ^ flip;
   int64_t found = high - ((high - first) & mask);
   const int64_t in_exponent = found - (int64_t)size + significand;
-  if (in_exponent < rung->low || in_exponent >= rung->high) { /* what has another length is another one */
+  if (in_exponent < rung->low || in_exponent >= rung->high) { /* the code has another length: read it again */
     bits = in_exponent < rung->low ? rung->low_bits : rung->high_bits;
     const int64_t wide = (INT64_C(1) << bits) - 1;
     found = high - ((high - (tx_delta_sent((int64_t)next & wide, bits) ^ flip)) & wide);

@@ -1,19 +1,21 @@
-/* A changed weight in few bits, for somebody who has the old one.
+/* A changed weight in few bits, for a receiver that has the old one.
  *
- * Note [Windows]. Both sides know a bound B on how far the value that the weight is rounded from has moved, so the new
- * weight is in a window around the old one: tx_delta_window. The sender does not know the old weight. It sends the low
- * bits of the new one's ordered integer, and as many of them as tell it from every other weight that can be in a window
- * together with it: tx_delta_bits, a function of the new weight and B alone. The receiver looks for the one weight v of
- * its window whose own tx_delta_bits low bits are those that come next. There is only one: two weights of a window
- * differ in the lower tx_delta_bits of either, so neither code begins with the other.
+ * Note [Windows]. The sender knows the new weight but not the old one. How few bits tell the receiver the new weight?
  *
- * The commonest window has three weights: the old one and its two neighbours. These differ in bit 1 and have bit 0 in
- * common, so bit 1 goes first, and is the whole code there after a single step. After several a weight that changed may
- * be the old one again ("returns"), and there are three to tell apart.
+ * Both sides know a bound B on how far the value moved that the weight is rounded from. So the new weight is in a
+ * window around the old one (tx_delta_window). The sender sends the low bits of the new weight's ordered integer: as
+ * many as distinguish it from every other weight that can be in a window together with it. That number is
+ * tx_delta_bits, a function of the new weight and B alone. The receiver looks in its window for the weight v whose own
+ * tx_delta_bits low bits are the next bits of the stream. There is only one: any two weights of a window differ in the
+ * lower tx_delta_bits of either, so neither code is a prefix of the other.
  *
- * The ordered integer of a weight: its bits where the sign is +, else the complement of the bits without the sign.
- * Neighbouring weights differ by 1, and -0 is next to +0. Arithmetic is in integers, or in doubles with margins that
- * are wide beside their rounding; both sides do the same. */
+ * The commonest window has three weights: the old one and its two neighbours. The neighbours differ in bit 1 and share
+ * bit 0, so bit 1 is sent first, and it is the whole code after a single training step. After several steps, a weight
+ * that changed may have returned to its old value (`returns`), so that three weights have to be told apart.
+ *
+ * The ordered integer of a weight: its bits if the sign is +, else the complement of the bits without the sign.
+ * Neighbouring weights differ by 1, and -0 is next to +0. All arithmetic is in integers, or in doubles with margins
+ * much wider than their rounding errors; both sides compute the same. */
 #ifndef TX_MATH_DELTA_VALUE_H
 #define TX_MATH_DELTA_VALUE_H
 
@@ -22,11 +24,11 @@
 #include "csrc/math/numeric.h"
 #include "csrc/torch_ext.h"
 
-/* Bounds travel as codes: the exponent of an fp32 and four bits of its significand. 0: no bound. */
+/* Bounds are stored as codes: the exponent of an fp32 and the upper four bits of its mantissa. 0: no bound. */
 #define TX_DELTA_BOUND_MOST ((255 << 4) - 1)
 #define TX_DELTA_BOUND_LEAST (1 << 4)
 
-/* Bits of a significand, without the leading one; bits of a weight; what its exponent lacks to an fp32's. */
+/* By dtype: bits of the mantissa; bits of a weight; the difference of its exponent bias to fp32's. */
 TX_FN int32_t tx_delta_mantissa(const tx_dtype dtype) {
   return dtype == TX_F32 ? 23 : dtype == TX_F16 ? 10 : 7;
 }
@@ -50,16 +52,16 @@ TX_FN uint32_t tx_delta_size_of(uint32_t bits, const tx_dtype dtype) {
   return bits & ((1u << (tx_delta_width(dtype) - 1)) - 1u);
 }
 
-/* The code of the least bound that is not below a bf16; TX_DELTA_BOUND_MOST + 1 where there is none (infinity, NaN). */
+/* The code of the least bound that is >= a bf16; TX_DELTA_BOUND_MOST + 1 if there is none (Inf, NaN). */
 TX_FN int32_t tx_delta_bound_code(uint16_t bf16) {
   const int32_t size = bf16 & 0x7fff;
   if (size >= 0x7f80) return TX_DELTA_BOUND_MOST + 1;
   const int32_t code = (size + 7) >> 3;
-  return code < TX_DELTA_BOUND_LEAST ? TX_DELTA_BOUND_LEAST : code; /* what moved by less than any normal number */
+  return code < TX_DELTA_BOUND_LEAST ? TX_DELTA_BOUND_LEAST : code; /* for all changes below the normals */
 }
 
-/* How many steps of weights with this exponent a value moves at most, and its weight with it, by rounding. Saturates.
- */
+/* How many steps a weight with this exponent moves at most, including its rounding, when its value moves by the bound.
+ * Saturates. */
 TX_FN int64_t tx_delta_steps(int32_t exponent, int32_t bound, const tx_dtype dtype) {
   const int32_t e = (exponent > 1 ? exponent : 1) + tx_delta_rebias(dtype);
   const int32_t shift = (bound >> 4) - e + tx_delta_mantissa(dtype) - 4;
@@ -77,15 +79,15 @@ TX_FN double tx_delta_power(int32_t exponent) {
 TX_FN double tx_delta_bound_value(int32_t bound) {
   return (double)(16 + (bound & 15)) * tx_delta_power((bound >> 4) - 131);
 }
-/* Infinity counts as the power of two that follows the largest number. */
+/* The magnitude of a weight as a double. Infinity counts as the power of two that follows the largest number. */
 TX_FN double tx_delta_value(uint32_t size, const tx_dtype dtype) {
   const int32_t m = tx_delta_mantissa(dtype);
   const int32_t e = (int32_t)(size >> m), normal = e > 0;
   const uint32_t significand = (size & ((1u << m) - 1u)) | ((uint32_t)normal << m);
   return (double)significand * tx_delta_power((normal ? e : 1) + tx_delta_rebias(dtype) - 127 - m);
 }
-/* The bits without the sign of what is not above x >= 0, from the least normal number on; below it, of that where `up`,
- * else 0. */
+/* The bits without the sign of the largest number <= x, if x >= the least normal number; for smaller x >= 0, those of
+ * the least normal number if `up`, else 0. */
 TX_FN int64_t tx_delta_below(double x, int up, const tx_dtype dtype) {
   const int32_t m = tx_delta_mantissa(dtype);
   const int64_t rebias = (int64_t)(1023 - 127 + tx_delta_rebias(dtype)) << m;
@@ -101,7 +103,7 @@ typedef struct tx_delta_range {
   int64_t low, high;
 } tx_delta_range;
 
-/* Ordered integers of everything within `reach` of a weight's value, and a little more. */
+/* The ordered integers of all weights within `reach` of a weight's value, and a few more. */
 TX_FN tx_delta_range tx_delta_within(uint32_t bits, double reach, const tx_dtype dtype) {
   const uint32_t size = tx_delta_size_of(bits, dtype);
   const double a = tx_delta_value(size, dtype);
@@ -112,12 +114,12 @@ TX_FN tx_delta_range tx_delta_within(uint32_t bits, double reach, const tx_dtype
   return (tx_delta_range){-high - 1, -low - 1};
 }
 
-/* Whether windows of weights with so many steps reach one exponent down at most. */
+/* Whether windows of weights with that many steps reach at most one exponent down. */
 TX_FN int tx_delta_is_narrow(int64_t steps, const tx_dtype dtype) {
   return steps < INT64_C(1) << (tx_delta_mantissa(dtype) - 2);
 }
 
-/* What the weight can have become. */
+/* The weights that `old` can have become. */
 TX_FN tx_delta_range tx_delta_window(uint32_t old, int32_t bound, const tx_dtype dtype) {
   const int32_t m = tx_delta_mantissa(dtype);
   const uint32_t size = tx_delta_size_of(old, dtype);
@@ -138,7 +140,7 @@ TX_FN int32_t tx_delta_length(int64_t n) {
   return 64 - __builtin_clzll((unsigned long long)n | 1u);
 }
 
-/* How many low bits of a weight are sent. returns: it may have come back to what it was. */
+/* How many low bits of the new weight are sent. returns: whether it may be the old weight again. */
 TX_FN int32_t tx_delta_bits(uint32_t bits, int32_t bound, int returns, const tx_dtype dtype) {
   const int32_t m = tx_delta_mantissa(dtype);
   const uint32_t size = tx_delta_size_of(bits, dtype);
@@ -157,7 +159,7 @@ TX_FN int32_t tx_delta_bits(uint32_t bits, int32_t bound, int returns, const tx_
   return length < tx_delta_width(dtype) ? length : tx_delta_width(dtype);
 }
 
-/* The low `n` bits of an ordered integer in the order in which they are sent, and the other way. */
+/* The low n bits of an ordered integer with bits 0 and 1 swapped: the order in which they are sent. Its own inverse. */
 TX_FN uint32_t tx_delta_sent(int64_t ordered, int32_t n) {
   const uint32_t low = (uint32_t)ordered;
   return ((low & ~3u) | (low >> 1 & 1u) | (low & 1u) << 1) & (uint32_t)((UINT64_C(1) << n) - 1u);
@@ -165,16 +167,17 @@ TX_FN uint32_t tx_delta_sent(int64_t ordered, int32_t n) {
 
 typedef struct tx_delta_found {
   uint32_t weight;
-  int32_t bits; /* how many of those that came it took */
+  int32_t bits; /* length of the code */
 } tx_delta_found;
 
-/* The weight of a window whose code are the next n bits; 0: there is none. */
+/* Looks in the window for the weight whose code is the next n bits. Returns 0 if there is none. at: the old weight's
+ * ordered integer. */
 TX_FN int tx_delta_match(tx_delta_range window, int64_t at, int32_t bound, uint64_t next, int32_t n, int returns,
                          uint32_t *weight, const tx_dtype dtype) {
   const int64_t modulus = INT64_C(1) << (n == 1 ? 2 : n);
   const int64_t first = n == 1 ? (int64_t)(next & 1u) << 1 | ((at & 1) ^ 1)
                                : (int64_t)tx_delta_sent((int64_t)(next & ((UINT64_C(1) << n) - 1u)), n);
-  if (window.high - window.low >= modulus * 64) return 0; /* no weight of such a window has so few */
+  if (window.high - window.low >= modulus * 64) return 0; /* no weight of so wide a window has so short a code */
   for (int64_t v = window.low + ((first - window.low) & (modulus - 1)); v <= window.high; v += modulus) {
     *weight = tx_delta_unordered(v, dtype);
     if ((v != at || returns) && tx_delta_bits(*weight, bound, returns, dtype) == n) return 1;
@@ -182,14 +185,14 @@ TX_FN int tx_delta_match(tx_delta_range window, int64_t at, int32_t bound, uint6
   return 0;
 }
 
-/* The weight whose code comes next. Any bits give one. There is one match at most, so the likeliest lengths are tried
- * first: those of the old weight's neighbourhood. Most weights are found quicker (csrc/math/delta_rungs.h). */
+/* The weight whose code comes next; any bits give one. At most one length matches, so the likeliest are tried first:
+ * those near the old weight's. tx_delta_rung_find (csrc/math/delta_rungs.h) finds most weights faster. */
 static __attribute__((noinline, unused)) tx_delta_found tx_delta_search(uint32_t old, int32_t bound, uint64_t next,
                                                                         int returns, const tx_dtype dtype) {
   const tx_delta_range window = tx_delta_window(old, bound, dtype);
   const int64_t at = tx_delta_ordered(old, dtype);
   const int32_t guess = tx_delta_bits(old, bound, returns, dtype), least = 1 + returns;
-  tx_delta_found found = {old, least}; /* what no sender sent */
+  tx_delta_found found = {old, least}; /* for bits that no sender sends */
   for (int32_t by = 0; by <= tx_delta_width(dtype); by++) {
     for (int32_t n = guess - by; n <= guess + by; n += 2 * by) {
       if (n >= least && n <= tx_delta_width(dtype) &&

@@ -1,12 +1,13 @@
 /* Rounding thresholds: a pure function of (seed, parameter id, lane, step, element index), so that bits depend on no
  * instruction set, thread, chunk, shard or grid.
  *
- * Dithered: u = C + i * 0xC13FA9A9 + t * 0x9E3779B9 (mod 2^32), a lattice with the increments of the plastic number
+ * Dithered: u = C + i * 0xC13FA9A9 + t * 0x9E3779B9 (mod 2^32), where i is the index in the logical parameter modulo
+ * 2^32, t the step, and C a hash of seed, parameter and lane. The increments are those of the plastic number
  * (0.7548776662466927) over elements and of the golden ratio over steps. Over steps one element's thresholds are
  * equidistributed with small discrepancy, so that slow changes add up as in a sigma-delta converter; neighbours are
- * decorrelated. No hash per element. Stochastic: an integer hash per element.
+ * decorrelated. It needs no hash per element.
  *
- * i is the index in the logical parameter modulo 2^32, t the step, C a hash of seed, parameter and lane. */
+ * Stochastic: an integer hash per element. */
 #ifndef TX_MATH_DITHER_H
 #define TX_MATH_DITHER_H
 
@@ -15,7 +16,7 @@
 #define TX_LATTICE_ELEMENT 0xC13FA9A9u
 #define TX_LATTICE_STEP 0x9E3779B9u
 
-/* What is being rounded; values are pinned, since saved runs are continued with the same thresholds. */
+/* What is being rounded. The values are pinned: a resumed run needs the same thresholds. */
 typedef enum tx_lane {
   TX_LANE_EXP_AVG = 0,
   TX_LANE_EXP_AVG_SQ = 1,
@@ -43,7 +44,7 @@ TX_FN uint64_t tx_threshold_key(uint64_t seed, int64_t id, tx_lane lane) {
   return tx_mix64(tx_mix64(tx_mix64(seed + 0x9e3779b97f4a7c15u) ^ (uint64_t)id) + (uint64_t)lane);
 }
 
-/* The dithered threshold of element `start`; the j-th element after it has tx_dithered(base, j). */
+/* The dithered threshold of element `start`. The one of element start + j is tx_dithered(base, j). */
 TX_FN uint32_t tx_lattice_base(uint64_t seed, int64_t id, tx_lane lane, int64_t step, int64_t start) {
   return (uint32_t)(tx_threshold_key(seed, id, lane) >> 32) + (uint32_t)start * TX_LATTICE_ELEMENT +
          (uint32_t)step * TX_LATTICE_STEP;
@@ -52,7 +53,7 @@ TX_FN uint32_t tx_dithered(uint32_t base, uint32_t j) {
   return base + j * TX_LATTICE_ELEMENT;
 }
 
-/* Two words that the stochastic thresholds of one (seed, id, lane, step) hang on. */
+/* Two words from which the stochastic thresholds of one (seed, id, lane, step) are derived. */
 typedef struct tx_noise_key {
   uint32_t a;
   uint32_t b;

@@ -1,10 +1,10 @@
-/* An order-free sum of block sums of squares: exact integers, so that any split, any order of threads and ranks, and an
- * int64 all-reduce give the same bits.
+/* An exact, order-independent sum of block sums of squares. It is an integer, so any split, any order of threads and
+ * ranks, and an int64 all-reduce give the same bits.
  *
- * The sum is TX_NORM_LIMBS int64 limbs of 32 payload bits, limb i worth 2^(32 i - 298): squares of fp32 numbers are
- * multiples of 2^-298 and a block's sum is below 2^263. An addition changes a limb by less than 2^32, so carries are
- * due every 2^30 additions (tx_exact_carry), and before an all-reduce, which then holds for worlds below 2^31. 640 bits
- * are enough for 2^79 blocks. */
+ * The sum is TX_NORM_LIMBS int64 limbs of 32 payload bits; limb i is worth 2^(32 i - 298): squares of fp32 numbers are
+ * multiples of 2^-298 and a block's sum is below 2^263. An addition changes a limb by less than 2^32, so carries have
+ * to be propagated (tx_exact_carry) every 2^30 additions, and before an all-reduce, which is then safe for world sizes
+ * below 2^31. 640 bits are enough for 2^79 blocks. */
 #ifndef TX_MATH_EXACT_SUM_H
 #define TX_MATH_EXACT_SUM_H
 
@@ -14,14 +14,14 @@
 #define TX_EXACT_LSB (-298)
 #define TX_EXACT_ADDS_PER_CARRY (INT64_C(1) << 30)
 
-/* a + b, modulo 2^64: limbs that came from elsewhere may be anything. */
+/* a + b modulo 2^64: limbs from outside may have any value, and signed overflow is undefined. */
 TX_FN int64_t tx_limb_sum(int64_t a, int64_t b) {
   return (int64_t)((uint64_t)a + (uint64_t)b);
 }
 
-/* Three neighbouring limbs' worth of one number: what an atomic accumulation adds at [first], [first+1], [first+2]. */
+/* A number as addends for three neighbouring limbs, e.g. for atomic additions to [first], [first+1], [first+2]. */
 typedef struct tx_exact_parts {
-  int32_t first; /* -1: not a number this sum can hold */
+  int32_t first; /* -1: not a number that the sum can hold */
   uint32_t part[3];
 } tx_exact_parts;
 
@@ -51,7 +51,7 @@ TX_FN tx_exact_parts tx_exact_split(double x) {
   return parts;
 }
 
-/* limbs += x. Returns 1, and adds nothing, where x is not finite, negative or >= 2^300; else 0. */
+/* limbs += x. Returns 0; or 1, and adds nothing, if x is not finite, negative or >= 2^300. */
 TX_FN int tx_exact_add(int64_t *limbs, double x) {
   const tx_exact_parts parts = tx_exact_split(x);
   if (parts.first < 0) return 1;
@@ -68,7 +68,7 @@ TX_FN void tx_exact_carry(int64_t *limbs) {
   }
 }
 
-/* to += from; carries are propagated in both senses before the caller's next 2^30 additions. */
+/* to += from, and then carries, so that `to` has room for another 2^30 additions. */
 TX_FN void tx_exact_merge(int64_t *to, const int64_t *from) {
   for (int32_t i = 0; i < TX_NORM_LIMBS; ++i)
     to[i] = tx_limb_sum(to[i], from[i]);
@@ -85,7 +85,7 @@ TX_FN double tx_exact_double(const int64_t *limbs) {
   while (top > 0 && carried[top] == 0)
     --top;
   if (carried[top] <= 0) return 0.0;
-  /* The 64 bits from the highest one down, and in `rest` whether anything is below. */
+  /* The 64 bits from the highest one down; `rest` is not 0 if any bit below them is set. */
   const uint64_t below =
       (top > 0 ? (uint64_t)carried[top - 1] << 32 : 0u) | (top > 1 ? (uint64_t)carried[top - 2] : 0u);
   uint64_t window = (uint64_t)carried[top];
@@ -96,7 +96,8 @@ TX_FN double tx_exact_double(const int64_t *limbs) {
   uint64_t rest = shift > 0 ? below << shift : below;
   for (int32_t i = top - 3; i >= 0; --i)
     rest |= (uint64_t)carried[i];
-  /* Nearest even on the 11 bits that a double has no room for; a carry out of the mantissa is the next exponent. */
+  /* Nearest even by the 11 bits that do not fit into a double. A carry out of the mantissa correctly raises the
+   * exponent. */
   const uint64_t mantissa = window >> 11;
   const uint64_t tail = (window & 0x7ffu) << 1 | (rest != 0u ? 1u : 0u);
   const uint64_t up = tail > 0x800u || (tail == 0x800u && (mantissa & 1u) != 0u) ? 1u : 0u;

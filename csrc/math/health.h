@@ -1,8 +1,9 @@
-/* What a measured step adds up of a parameter: integers, so that no thread, chunk or rank changes a bit.
+/* Sums that a step with health measurement (opt.measure_health) collects for a parameter. They are integers, so no
+ * thread, chunk or rank changes a bit.
  *
- * A row of TX_HEALTH_LEN: the sum of squares of updates and that of weights, each in TX_HEALTH_BINS integers; counts;
- * the largest weight. A block's sum of squares is an fp32 of 24 bits of mantissa; it goes into the bin of its exponent,
- * 8 exponents to a bin, as an integer below 2^31: 2^32 blocks fit. */
+ * A row has TX_HEALTH_LEN integers: the sum of squares of updates and that of weights, each in TX_HEALTH_BINS bins;
+ * counts; the largest weight. A block's sum of squares is an fp32 with a 24-bit mantissa. It is added to the bin of its
+ * exponent (8 exponents to a bin) as an integer below 2^31, so that 2^32 blocks fit. */
 #ifndef TX_MATH_HEALTH_H
 #define TX_MATH_HEALTH_H
 
@@ -18,8 +19,8 @@ enum {
   TX_HEALTH_MOVED = 2 * TX_HEALTH_BINS, /* weights whose bits changed */
   TX_HEALTH_BELOW,                      /* updates below half an ulp of their weight */
   TX_HEALTH_ELEMENTS,
-  TX_HEALTH_ENDLESS, /* blocks whose sums are not finite, which are in no bin */
-  TX_HEALTH_LARGEST  /* the fp32 pattern of the largest weight: to be compared, not added */
+  TX_HEALTH_ENDLESS, /* blocks whose sums are not finite; they are in no bin */
+  TX_HEALTH_LARGEST  /* the fp32 pattern of the largest weight: ranks take the maximum, not the sum */
 };
 
 /* sum + x * x, rounded once; sum >= 0. */
@@ -27,8 +28,8 @@ TX_FN float tx_square_added(float sum, float x) {
 #if defined(__CUDA_ARCH__) || defined(__FMA__) || defined(__AVX512F__) || defined(__ARM_FEATURE_FMA)
   return fmaf(x, x, sum);
 #else
-  /* The product is exact. What the sum in double is off by is exact, too, and makes its last bit odd, so that fp32 is
-   * rounded to as if the sum were exact (Boldo & Melquiond 2008). */
+  /* The product is exact. The rounding error of the sum in double is computed exactly and makes the sum's last bit odd
+   * (round to odd), so that rounding to fp32 then gives the bits of the exact sum (Boldo & Melquiond 2008). */
   const double square = (double)x * (double)x, from = (double)sum, to = square + from;
   const double of_from = to - square, off = (square - (to - of_from)) + (from - of_from);
   uint64_t bits;
@@ -41,7 +42,7 @@ TX_FN float tx_square_added(float sum, float x) {
 #endif
 }
 
-/* What a block's sum of squares, >= 0, adds to which of its bins; bin -1: it is not finite. */
+/* What a block's sum of squares, >= 0, adds to which bin. bin -1: the sum is not finite. */
 typedef struct tx_health_share {
   int64_t amount;
   int32_t bin;
@@ -53,7 +54,7 @@ TX_FN tx_health_share tx_health_share_of(float sum) {
   return share;
 }
 
-/* Adds it to the bins that begin at `bins`. */
+/* Adds a block's sum of squares to the bins that begin at row[bins]. */
 TX_FN void tx_health_add(int64_t *row, int32_t bins, float sum) {
   const tx_health_share share = tx_health_share_of(sum);
   if (share.bin < 0) {
@@ -63,7 +64,7 @@ TX_FN void tx_health_add(int64_t *row, int32_t bins, float sum) {
   }
 }
 
-/* The sum of bins; 2^(field - 150) is worth 1 in the mantissa. */
+/* The sum of the bins as a double. A mantissa of 1 is worth 2^(field - 150), where field is the fp32 exponent field. */
 TX_FN double tx_health_sum(const int64_t *bins) {
   double sum = 0.0;
   for (int32_t i = TX_HEALTH_BINS - 1; i >= 0; --i)
@@ -71,7 +72,7 @@ TX_FN double tx_health_sum(const int64_t *bins) {
   return sum;
 }
 
-/* The pattern of half an ulp of a weight in `param`, of the fp32 pattern `bits` of its master. */
+/* The fp32 pattern of half an ulp of a weight of dtype `param`; bits: the fp32 pattern of its master. */
 TX_FN int32_t tx_half_ulp_bits(uint32_t bits, const tx_dtype param) {
   const int32_t digits = param == TX_BF16 ? 8 : param == TX_F16 ? 11 : 24;
   const int32_t least = param == TX_F16 ? 113 : 1 + digits; /* subnormals have the ulp of the least normal */

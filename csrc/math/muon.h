@@ -1,11 +1,15 @@
-/* Muon's arithmetic of one element (Jordan et al. 2024; torch.optim.Muon): everything but the matrix products.
+/* Muon's arithmetic of one element (Jordan et al. 2024; torch.optim.Muon): all but the matrix products.
  *
- *   g  = limited(factor * grad)                    factor = clip_coef / grad_scale; limited as adamw.h's
+ * m is the momentum buffer, u the matrix to be orthogonalised, o the result of that (an element each), p the master
+ * weight (or the weight, where there is no master); m' and p' are values after the step.
+ *
+ *   g  = limited(factor * grad)                    factor = clip_coef / grad_scale; limited() as in adamw.h
  *   m' = momentum * m + (1 - momentum) * g
- *   u  = momentum * m' + (1 - momentum) * g        Nesterov; else m'
- *   p' = p - (lr * o + decay * p)                  o: of the orthogonalised matrix; decay = lr * weight_decay
+ *   u  = momentum * m' + (1 - momentum) * g        with Nesterov momentum, else u = m'
+ *   p' = p - (lr * o + decay * p)                  decay = lr * weight_decay
  *
- * in fp32, in this order of operations, without contraction; averages as adamw.h's, from the side that weighs more. */
+ * in fp32, in this order of operations, without contraction. Averages start from the operand with the larger weight, as
+ * in adamw.h. */
 #ifndef TX_MATH_MUON_H
 #define TX_MATH_MUON_H
 

@@ -1,4 +1,5 @@
-/* The norm from exact statistics, and what clipping and the loss scale make of it: in one place for every back end. */
+/* The gradient norm from exact statistics, and the clip coefficient and found_inf that follow from it, in one place for
+ * every back end. */
 #ifndef TX_MATH_NORM_H
 #define TX_MATH_NORM_H
 
@@ -15,9 +16,8 @@ typedef struct tx_norm {
   double found_inf; /* 0 or 1 */
 } tx_norm;
 
-/* limbs need not be carried. non_finite: elements whose blocks the limbs do not hold; their root would look like a
- * norm.
- */
+/* limbs: carried or not. non_finite: the number of non-finite elements. Their blocks are missing in the limbs, so the
+ * norm is NaN then; the root of the rest would look like a norm. */
 TX_FN tx_norm tx_norm_of(const int64_t *limbs, int64_t non_finite, double grad_scale, double max_norm) {
   tx_norm n;
   const double root = non_finite == 0 ? sqrt(tx_exact_double(limbs)) : (double)NAN;

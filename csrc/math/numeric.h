@@ -1,15 +1,14 @@
 /* Number formats: bf16, fp16 and the small floats of 8-bit states, to and from fp32.
  *
- * Everything is branch-free integer and fp32 arithmetic that vectorises from SSE2 upwards, so every instruction set and
- * CUDA produce the same bits. Assumed: round to nearest (any MXCSR flush flag is the caller's to clear), no
- * contraction.
+ * Everything is branch-free integer and fp32 arithmetic that vectorises from SSE2 on, so every instruction set and CUDA
+ * produce the same bits. Assumed: round to nearest, no contraction; callers clear any flush-to-zero flag of the MXCSR.
  *
- * Two ways to round. `..._from_f32` is nearest, ties to even. `..._round(x, u)` compares with a 32-bit threshold u
- * (from csrc/math/dither.h): the magnitude goes up when its discarded fraction plus u reaches one unit, so that uniform
- * u gives the right mean; a value that is representable never moves, whatever u.
+ * Two ways to round. `..._from_f32` rounds to nearest, ties to even. `..._round(x, u)` compares with a 32-bit threshold
+ * u (from csrc/math/dither.h): the magnitude goes up when its discarded fraction plus u reaches one unit. So uniform u
+ * give the right mean, and a representable value never changes, whatever u.
  *
- * NaN rule: any NaN becomes the one positive quiet NaN of the target (bf16 0x7fc0, fp16 0x7e00), which is c10's
- * scalar rule for bf16. Sign and payload are dropped because they depend on the operand order a compiler picked. */
+ * NaN rule: any NaN becomes the one positive quiet NaN of the target (bf16 0x7fc0, fp16 0x7e00), which is c10's scalar
+ * rule for bf16. Sign and payload are dropped because they depend on the operand order that a compiler picked. */
 #ifndef TX_MATH_NUMERIC_H
 #define TX_MATH_NUMERIC_H
 
@@ -34,7 +33,8 @@ TX_FN float tx_f32_from_bits(uint32_t bits) {
   return x;
 }
 
-/* Bits of |x| as a signed number: signed comparisons exist in every vector instruction set. Above TX_F32_INF: NaN. */
+/* The bits of |x| as a signed number, since signed comparisons exist in every vector instruction set. NaNs are above
+ * TX_F32_INF. */
 #define TX_F32_INF 0x7f800000
 TX_FN int32_t tx_magnitude_bits(float x) {
   return (int32_t)(tx_bits_from_f32(x) & 0x7fffffffu);
@@ -45,20 +45,20 @@ TX_FN float tx_exp2i(int32_t k) {
   return tx_f32_from_bits(k > -127 ? (uint32_t)(k + 127) << 23 : 0x00400000u);
 }
 
-/* -- bf16 -------------------------------------------------------------------------------------------------------- */
+/* -- bf16 --------------------------------------------------------------------------------------------------------- */
 
 /* Exact. NaN payloads are kept. */
 TX_FN float tx_f32_from_bf16(uint16_t h) {
   return tx_f32_from_bits((uint32_t)h << 16);
 }
 
-/* x, or the one NaN that stands for all. */
+/* x; for any NaN, the quiet NaN 0x7fc00000. */
 TX_FN float tx_one_nan(float x) {
   return x == x ? x : tx_f32_from_bits(0x7fc00000u);
 }
 
-/* The bf16 of x is the upper half; what the lower half holds means nothing. Nearest even; overflow to Inf; Inf stays;
- * NaN to 0x7fc0. */
+/* The bf16 of x in the upper half of the result; the lower half is undefined. Nearest even; overflow gives Inf; Inf
+ * stays; NaN gives 0x7fc0. */
 TX_FN uint32_t tx_bf16_nearest_upper(float x) {
   const uint32_t bits = tx_bits_from_f32(tx_one_nan(x));
   return bits + 0x7fffu + ((bits >> 16) & 1u);
@@ -70,8 +70,9 @@ TX_FN uint16_t tx_bf16_from_f32(float x) {
 /* The fp32 pattern of the largest finite bf16. */
 #define TX_BF16_LARGEST 0x7f7f0000
 
-/* Threshold. A finite value never becomes Inf (saturates at the largest finite); Inf stays; NaN to 0x7fc0. Above the
- * largest finite bf16 nothing is added, which does all three. The bf16 is the upper half. */
+/* x rounded by threshold u to a bf16 in the upper half of the result; the lower half is undefined. A finite value never
+ * becomes Inf but at most the largest finite bf16; Inf stays; NaN gives 0x7fc0. Nothing is added to magnitudes above
+ * the largest finite bf16, which gives all three. */
 TX_FN uint32_t tx_bf16_round_upper(float x, uint32_t u) {
   const uint32_t bits = tx_bits_from_f32(tx_one_nan(x));
   const uint32_t up = tx_magnitude_bits(x) > TX_BF16_LARGEST ? 0u : u >> 16;
@@ -81,15 +82,15 @@ TX_FN uint16_t tx_bf16_round(float x, uint32_t u) {
   return (uint16_t)(tx_bf16_round_upper(x, u) >> 16);
 }
 
-/* -- small floats ------------------------------------------------------------------------------------------------ */
+/* -- small floats ------------------------------------------------------------------------------------------------- */
 
-/* A binary float narrower than fp32, magnitudes only: code = exponent field << mantissa_bits | mantissa, field 0 is
- * subnormal, value of the rest (1 + mantissa / 2^mantissa_bits) * 2^(field - bias). Codes ascend with values, so that
- * rounding up is + 1. No code here means Inf or NaN. */
+/* A binary float narrower than fp32, magnitude only: code = exponent field << mantissa_bits | mantissa. Field 0 is
+ * subnormal; other values are (1 + mantissa / 2^mantissa_bits) * 2^(field - bias). Codes ascend with values, so
+ * rounding up adds 1. No code means Inf or NaN here. */
 typedef struct tx_small_float {
   int32_t mantissa_bits;
   int32_t bias;
-  uint32_t max_code; /* the largest value used, MAX */
+  uint32_t max_code; /* MAX, the largest code used */
 } tx_small_float;
 
 /* e4m3: MAX 448 (0x7e; OCP's NaN, 0x7f, is never written). e3m4: MAX 31. Unsigned e4m4: MAX 496. fp16: MAX 65504. */
@@ -110,11 +111,11 @@ TX_FN tx_small_float tx_small_f16(void) {
   return f;
 }
 
-/* The code of x nearest, ties to even. x >= 0. Above MAX the codes simply go on; NaN gives no meaningful code. */
+/* The code of x to nearest, ties to even. x >= 0. Above MAX the codes continue; NaN gives an undefined code. */
 TX_FN uint32_t tx_small_nearest(tx_small_float f, float x) {
   const int32_t s = 23 - f.mantissa_bits;
   const float least_normal = tx_exp2i(1 - f.bias);
-  /* Below the normals: an addition whose unit in the last place is the subnormal unit rounds for us. */
+  /* Below the normals: adding `unit`, whose ulp is the subnormal unit, does the rounding. */
   const float unit = tx_exp2i(24 - f.bias - f.mantissa_bits);
   const uint32_t fixed = tx_bits_from_f32(x + unit) - tx_bits_from_f32(unit);
   const uint32_t bits = tx_bits_from_f32(x);
@@ -123,8 +124,8 @@ TX_FN uint32_t tx_small_nearest(tx_small_float f, float x) {
   return x < least_normal ? fixed : floating;
 }
 
-/* Where the codes of f, times 2^k, lie among the fp32 patterns: code << (23 - mantissa_bits), plus rebase, is the
- * value's pattern from least_normal on. Legal: 1 - f.bias + k in [-126, 127]. */
+/* The fp32 patterns of the codes of f times 2^k. From least_normal on, a value's pattern is (code << (23 -
+ * mantissa_bits)) + rebase. Legal: 1 - f.bias + k in [-126, 127]. */
 typedef struct tx_small_place {
   uint32_t rebase;
   float least_normal;
@@ -136,8 +137,8 @@ TX_FN tx_small_place tx_small_at(tx_small_float f, int32_t k) {
   return place;
 }
 
-/* The code of x by threshold u, in units of 1 << (23 - mantissa_bits); what is below them is to be cut off. u's upper
- * 23 - mantissa_bits bits count. 0 <= x < 2^127. From the normals on the sum is 2 x, below them x + least_normal, which
+/* The code of x by threshold u, in units of 1 << (23 - mantissa_bits): its lower bits are to be cut off. Only the upper
+ * 23 - mantissa_bits bits of u count. 0 <= x < 2^127. The sum is 2 x for normals and x + least_normal below them, which
  * brings the fraction to fixed point: either has the pattern of its code one exponent up. */
 TX_FN uint32_t tx_small_sum(tx_small_float f, tx_small_place at, float x, uint32_t u) {
   const int32_t bits = (int32_t)tx_bits_from_f32(x), least = (int32_t)tx_bits_from_f32(at.least_normal);
@@ -148,8 +149,9 @@ TX_FN uint32_t tx_small_round(tx_small_float f, tx_small_place at, float x, uint
   return tx_small_sum(f, at, x, u) >> (23 - f.mantissa_bits);
 }
 
-/* The value of `bits` = code << (23 - mantissa_bits). Exact, for any code. Read with one exponent more and less
- * least_normal a subnormal is right and any other value too large; read as it is a subnormal is too large. */
+/* The value of `bits` = code << (23 - mantissa_bits). Exact, for any code. Two readings: one exponent up, minus
+ * least_normal, which is right for subnormals and too large for normals; and as a normal, which is right for normals
+ * and too large for subnormals. The smaller one is the value. */
 TX_FN float tx_small_read(tx_small_place at, uint32_t bits) {
   const float normal = tx_f32_from_bits(bits + at.rebase);
   const int32_t subnormal = (int32_t)tx_bits_from_f32((normal + normal) - at.least_normal);
@@ -160,9 +162,9 @@ TX_FN float tx_small_decode(tx_small_float f, tx_small_place at, uint32_t code) 
   return tx_small_read(at, code << (23 - f.mantissa_bits));
 }
 
-/* -- fp16 -------------------------------------------------------------------------------------------------------- */
+/* -- fp16 --------------------------------------------------------------------------------------------------------- */
 
-/* Exact. NaN payloads are kept, as they are (the hardware's conversion makes them quiet). */
+/* Exact. NaN payloads are kept (the hardware's conversion would make signalling NaNs quiet). */
 TX_FN float tx_f32_from_f16(uint16_t h) {
   const uint32_t sign = ((uint32_t)h & 0x8000u) << 16;
   const uint32_t code = (uint32_t)h & 0x7fffu;
@@ -170,7 +172,7 @@ TX_FN float tx_f32_from_f16(uint16_t h) {
   return tx_f32_from_bits(sign | ((int32_t)code >= 0x7c00 ? bits | (uint32_t)TX_F32_INF : bits));
 }
 
-/* Nearest even; from 65520 on Inf; Inf stays; NaN to 0x7e00. */
+/* Nearest even; magnitudes from 65520 on give Inf; Inf stays; NaN gives 0x7e00. */
 TX_FN uint16_t tx_f16_from_f32(float x) {
   const uint32_t sign = (tx_bits_from_f32(x) >> 16) & 0x8000u;
   const int32_t magnitude = tx_magnitude_bits(x);
@@ -179,7 +181,7 @@ TX_FN uint16_t tx_f16_from_f32(float x) {
   return (uint16_t)(magnitude > TX_F32_INF ? 0x7e00u : code);
 }
 
-/* Threshold. A finite value never becomes Inf (saturates at 65504); Inf stays; NaN to 0x7e00. */
+/* x rounded by threshold u. A finite value never becomes Inf but at most 65504; Inf stays; NaN gives 0x7e00. */
 TX_FN uint16_t tx_f16_round(float x, uint32_t u) {
   const uint32_t sign = (tx_bits_from_f32(x) >> 16) & 0x8000u;
   const int32_t magnitude = tx_magnitude_bits(x);

@@ -1,18 +1,19 @@
-/* Planes: values as bytes of equal weight, and the entropy code of such bytes.
+/* Byte planes of values, and the entropy code for them.
  *
- * What tensors of one kind have in common is how large their values are, so of each value the exponent is put into a
- * byte of its own: a float is rotated left by one bit, which leaves its sign at the end, and cut into bytes. Plane 0 is
- * the most significant one of all values. Integers are cut as they are.
+ * Values of one tensor have similar magnitudes, so the exponent of each value is put into a byte of its own: a float is
+ * rotated left by one bit, which moves its sign to the end, and cut into bytes. Plane 0 has the most significant byte
+ * of every value. Integers are cut without the rotation.
  *
- * A plane is coded by rANS (Duda 2013) with TX_RANS_LANES states, symbol i by state i % TX_RANS_LANES, so that vectors
- * of states run side by side. A symbol s has freq[s] of TX_RANS_SCALE parts, from cum[s] on. A state x is in
+ * A plane is coded by rANS (Duda 2013) with TX_RANS_LANES states, symbol i by state i % TX_RANS_LANES, so that a vector
+ * holds many states. A symbol s has freq[s] of the TX_RANS_SCALE slots, from slot cum[s] on. A state x is in
  * [TX_RANS_LEAST, TX_RANS_LEAST << 16):
- *   encode s:  while x >= freq << TX_RANS_ROOM: a word x & 0xffff leaves, x >>= 16
+ *   encode s:  if x >= freq << TX_RANS_ROOM: output the word x & 0xffff, x >>= 16
  *              x = x / freq * TX_RANS_SCALE + x % freq + cum
- *   decode:    s is whose parts x % TX_RANS_SCALE is of;  x = freq * (x / TX_RANS_SCALE) + x % TX_RANS_SCALE - cum
- *              where x < TX_RANS_LEAST: x = x << 16 | a word
- * Rows of TX_RANS_LANES symbols are encoded from the last to the first, and in a row words leave in ascending order of
- * lanes; decoding reads all of them backwards. */
+ *   decode:    s is the symbol that has slot x % TX_RANS_SCALE
+ *              x = freq * (x / TX_RANS_SCALE) + x % TX_RANS_SCALE - cum
+ *              if x < TX_RANS_LEAST: x = x << 16 | the next word
+ * Rows of TX_RANS_LANES symbols are encoded from the last to the first. Within a row, words are output in ascending
+ * order of lanes; decoding reads all words backwards. */
 #ifndef TX_MATH_PLANES_H
 #define TX_MATH_PLANES_H
 
@@ -24,18 +25,19 @@
 #define TX_RANS_LEAST (1u << 15)
 #define TX_RANS_ROOM 19 /* x / freq < 2^19 when s is encoded */
 
-/* So many entries of a table are looked up in registers. */
+/* Tables of at most this many entries are looked up in registers. */
 #define TX_RANS_NEAR 64
 
-/* What a symbol is encoded with. factor: x / freq == (x << shift) * factor >> 43, since x << shift < 2^31: freq <<
- * shift is in (2^11, 2^12], so what rounding the factor up adds to the product is at most 2^12 * x < 2^43. */
+/* The encoding table, by symbol. factor divides by freq: x / freq == (x << shift) * factor >> 43. It holds because x <<
+ * shift < 2^31 and freq << shift is in (2^11, 2^12], so rounding the factor up adds at most 2^12 * x < 2^43 to the
+ * product. */
 typedef struct tx_rans_encoder {
   uint32_t factor[256];
   uint32_t parts[256]; /* freq | cum << 12 | shift << 24 */
-  uint32_t before;     /* the symbols are 0 and some of before + 1 ... before + TX_RANS_NEAR - 1; else 256 */
+  uint32_t before;     /* all symbols are 0 or in [before + 1, before + TX_RANS_NEAR - 1]; 256 if they are not */
 } tx_rans_encoder;
 
-/* By slot (x % TX_RANS_SCALE): symbol | freq << 8 | (slot - cum) << 20. */
+/* By slot: symbol | freq << 8 | (slot - cum) << 20. */
 typedef struct tx_rans_decoder {
   uint32_t slots[TX_RANS_SCALE];
 } tx_rans_decoder;
@@ -47,7 +49,7 @@ TX_FN uint32_t tx_log2_q16(uint32_t x) {
   return (whole << 16) + (uint32_t)(fraction + (fraction * (65536u - fraction) >> 16) * 22544u / 65536u);
 }
 
-/* About how many bytes the symbols take that have these counts, the sum of which is n >= 1. */
+/* About how many bytes the code of symbols with these counts takes. n: the sum of the counts, >= 1. */
 TX_FN int64_t tx_entropy_bytes(const uint32_t *counts, uint32_t n) {
   int64_t bits_q16 = (int64_t)n * tx_log2_q16(n);
   for (int32_t s = 0; s < 256; s++)
@@ -55,7 +57,8 @@ TX_FN int64_t tx_entropy_bytes(const uint32_t *counts, uint32_t n) {
   return bits_q16 / (8 << 16);
 }
 
-/* Frequencies that sum to TX_RANS_SCALE, 0 where a count is 0. At least two counts are not; n is their sum. */
+/* Frequencies that sum to TX_RANS_SCALE, 0 where a count is 0. n: the sum of the counts, at least two of which are not
+ * 0. */
 TX_FN void tx_rans_frequencies(const uint32_t *counts, uint32_t n, uint16_t *freq) {
   int32_t left = (int32_t)TX_RANS_SCALE;
   for (int32_t s = 0; s < 256; s++) {
@@ -63,7 +66,7 @@ TX_FN void tx_rans_frequencies(const uint32_t *counts, uint32_t n, uint16_t *fre
     freq[s] = (uint16_t)(counts[s] && !share ? 1u : share);
     left -= freq[s];
   }
-  while (left != 0) { /* the largest ones lose least by it */
+  while (left != 0) { /* adjust the largest frequency, where it costs least */
     int32_t largest = 0;
     for (int32_t s = 1; s < 256; s++)
       largest = freq[s] > freq[largest] ? s : largest;
@@ -94,11 +97,11 @@ TX_FN void tx_rans_encoder_of(const uint16_t *freq, tx_rans_encoder *encoder) {
       shift--;
     encoder->factor[s] = (uint32_t)((UINT64_C(1) << 43) / (f << shift)) + 1u;
     encoder->parts[s] = f | cum << 12 | shift << 24;
-    cum = (cum + freq[s]) % TX_RANS_SCALE; /* of the last ones without any it is not used */
+    cum = (cum + freq[s]) % TX_RANS_SCALE; /* unused after the last symbol that occurs */
   }
 }
 
-/* freq: as of tx_rans_frequencies. */
+/* freq: from tx_rans_frequencies. */
 TX_FN void tx_rans_decoder_of(const uint16_t *freq, tx_rans_decoder *decoder) {
   uint32_t *slot = decoder->slots;
   for (uint32_t s = 0; s < 256; s++) {
@@ -107,7 +110,7 @@ TX_FN void tx_rans_decoder_of(const uint16_t *freq, tx_rans_decoder *decoder) {
   }
 }
 
-/* The state after symbol s; where a word left, it is at *word and the result of the function is 1. */
+/* Encodes symbol s into *state. Returns 1 if a word is to be output, which is *word then. */
 TX_FN int tx_rans_put(const tx_rans_encoder *encoder, uint8_t s, uint32_t *state, uint16_t *word) {
   const uint32_t freq = encoder->parts[s] & 0xfffu, cum = encoder->parts[s] >> 12 & 0xfffu;
   const int leaves = *state >= freq << TX_RANS_ROOM;
@@ -117,14 +120,14 @@ TX_FN int tx_rans_put(const tx_rans_encoder *encoder, uint8_t s, uint32_t *state
   return leaves;
 }
 
-/* The symbol; the state may need a word then. */
+/* Decodes a symbol; *state may need another word afterwards. */
 TX_FN uint8_t tx_rans_take(const tx_rans_decoder *decoder, uint32_t *state) {
   const uint32_t slot = decoder->slots[*state & (TX_RANS_SCALE - 1)];
   *state = (slot >> 8 & 0xfffu) * (*state >> TX_RANS_BITS) + (slot >> 20);
   return (uint8_t)slot;
 }
 
-/* -- checksums of coded bytes: sixteen 32-bit lanes, so that they cost little beside the code ---------------------- */
+/* -- checksums of coded bytes, in sixteen 32-bit lanes, so that they cost little compared with the code ----------- */
 
 #define TX_PLANES_SUM_LANES 16
 #define TX_PLANES_SUM_BYTES (4 * TX_PLANES_SUM_LANES)
@@ -134,7 +137,7 @@ TX_FN uint32_t tx_planes_sum_word(uint32_t lane, uint32_t word) {
   return mixed << 15 | mixed >> 17;
 }
 
-/* Of all lanes, and how many bytes they have seen. */
+/* The checksum from the sums of all lanes and the number of bytes. */
 TX_FN uint32_t tx_planes_sum_end(const uint32_t *lanes, uint64_t bytes) {
   uint64_t sum = bytes * UINT64_C(0x9e3779b97f4a7c15);
   for (int32_t i = 0; i < TX_PLANES_SUM_LANES; i++) {

@@ -1,9 +1,9 @@
 /* The sum of squares of one block of 128 elements, by a fixed tree: the leaf of every norm.
  *
  * A square of an fp32 number is exact in double. The tree folds halves: leaf j with j + 64, then j with j + 32, 16, 8,
- * 4, 2, 1, so that each level is a vector loop and a CUDA warp that holds elements j, j + 32, j + 64, j + 96 in thread
- * j ends in five shuffles. A short block counts as padded with zeros. The result is not finite exactly when an element
- * is not: finite ones add up to less than 2^263. */
+ * 4, 2, 1. So each level is a vector loop, and a CUDA warp whose thread j holds elements j, j + 32, j + 64, j + 96
+ * finishes with five shuffles. A short block counts as padded with zeros. The result is not finite exactly if an
+ * element is not: finite ones add up to less than 2^263. */
 #ifndef TX_MATH_REDUCE_H
 #define TX_MATH_REDUCE_H
 
