@@ -21,7 +21,7 @@ def resync(states: OptimizerStates, stepper: Stepper, force: bool) -> int:
     everyone = states.everyone()
     plan = stepper.standing_plan()
     having = [not {"master_param", "master_remainder"}.isdisjoint(states.at_rest(p)) for p in everyone]
-    stepped = None if plan is None else plan.those(having)
+    stepped = None if plan is None else plan.selected_members(having)
     if plan is None:
         states.refuse_converted(zip(param_groups.names(states.groups), everyone, strict=True))
     members = states.members(everyone, having) if stepped is None else stepped

@@ -33,7 +33,7 @@ class ReleasedStep:
         """Steps them, by their gradients. RuntimeError, naming the parameter, where the operator does not take a
         gradient: none of these was stepped then. params: of `steppable`."""
         device, rows = self.plan.device, tuple(self._rows[id(p)] for p in params)
-        grads = [device.laid_out(row, _grad_of(p)) for row, p in zip(rows, params, strict=True)]
+        grads = [device.lay_out_one(row, _grad_of(p)) for row, p in zip(rows, params, strict=True)]
         batch = self._batches.get(rows)
         if batch is None:
             batch = self._batches[rows] = device.batch_of(list(rows))
