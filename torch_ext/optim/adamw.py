@@ -179,7 +179,7 @@ class Adam(MeasuringOptimizer):
         self._masters_may_change("resync_masters()")
         with torch.no_grad():
             if state_dict is not None:
-                return master_sync.seed(self._states, self._stepper, state_dict)
+                return master_sync.seed_masters(self._states, self._stepper, state_dict)
             return master_sync.resync(self._states, self._stepper, force)
 
     @of_the_innermost

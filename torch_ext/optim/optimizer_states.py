@@ -129,7 +129,7 @@ class OptimizerStates:
         return any(map(self.is_made, self.everyone()))
 
     def on_host(self, everyone: list[Tensor]) -> list[bool]:
-        """Which parameters are stepped on the host."""
+        """Returns for each parameter whether it is stepped on the host."""
         shards, kept = self.current_shards(everyone), param_groups.kept_32bit(self.groups)
         matrices = param_groups.are_matrices(self.groups)
 
@@ -192,7 +192,7 @@ class OptimizerStates:
         return kinds.averaged(optimizer.averaging.dtype, p.dtype, name)
 
     def make_all(self) -> None:
-        """Creates the missing states of all trainable parameters. Changes no weight and no version counter."""
+        """Creates the missing states of all trainable parameters. Changes no weight and no step count."""
         everyone = self.everyone()
         known = dict(self.synced)
         with torch.no_grad():

@@ -58,7 +58,7 @@ class Stepper:
         clipping = scaling.current_clipping(shards, present, active)
         if self._in_backward:
             fits = self.plan is not None and self.plan.fits(shards, active, states.state)
-            self._in_backward.refuse_otherwise(fits, clipping is not None or scaling.unscales())
+            self._in_backward.refuse_different_step(fits, clipping is not None or scaling.unscales())
         plan = self._run(shards, active, present, hyper, scaling.scalars(clipping))
         if plan is not None:
             self._end_measurement()
@@ -208,7 +208,7 @@ class Stepper:
         return self._in_backward.begin(owner, plan, self.current_hyper(), states.counts[1], external)
 
     def refuse_backward(self) -> None:
-        self._in_backward.refuse_again()
+        self._in_backward.refuse_second_backward()
 
     def stepped_in_backward(self) -> bool:
         return bool(self._in_backward)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _CALL = "resync_masters(state_dict=...)"
 
 
-def seed(members: Sequence["ParamState"], keys: Sequence[str | int], state_dict: Mapping[str, Any]) -> int:
+def seed_masters(members: Sequence["ParamState"], keys: Sequence[str | int], state_dict: Mapping[str, Any]) -> int:
     """Masters become what the weights were rounded from (semantics.md, D5). Returns how many elements changed.
 
     members: each with a master. keys: of each, its name. state_dict: a model's; other entries are ignored. ValueError
