@@ -62,7 +62,7 @@ class WriteCheck:
         self._params = [m.param for m in self._members]
         self._places = [m.place for m in self._members]
         self._masters = [m.master for m in self._members]
-        self._counted_twice = any(map(is_dtensor, self._params))
+        self._has_dtensors = any(map(is_dtensor, self._params))
         self._seen: list[int] | None = None  # the versions that `modified` saw last
         self._addresses = self._addresses_now()
         self.mark_synced(masters=True)
@@ -108,7 +108,7 @@ class WriteCheck:
         return {param: row for param, row in known if row.version >= 0}
 
     def _versions_now(self) -> list[int]:
-        if self._counted_twice:
+        if self._has_dtensors:
             return [m.version for m in self._members]
         return [p._version for p in self._params]
 
