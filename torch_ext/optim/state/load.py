@@ -1,5 +1,5 @@
-"""Logical state_dict -> stored state: the pre hook by which torch's own load_state_dict() loads our state. (`save.py` is
-the inverse.)
+"""Logical state_dict -> stored state: the pre hook by which torch's own load_state_dict() loads our state. (The
+inverse: `save`.)
 
 Note: EncodedEntry. torch's load_state_dict casts tensors to the parameter's dtype, which would round masters; objects
 of types that it does not know it passes on unchanged. So the hook, which runs after all others, checks everything,
