@@ -1,4 +1,4 @@
-"""AdamW and Adam: torch.optim.Optimizer on the outside, one adamw_flat_ call per step on the inside."""
+"""AdamW and Adam: torch.optim.Optimizer on the outside, one adamw_flat_ call per step or bucket on the inside."""
 
 import contextlib
 import inspect

@@ -31,7 +31,7 @@ class GradScaling:
         """Raises RuntimeError; set where gradients are stepped before they can be clipped."""
         self.clipping: Clipping | None = None
         self.clipped_in_place = False
-        """Whether gradients were clipped in place since the last step or zero_grad, by torch's functions for one."""
+        """Whether gradients were clipped in place since the last step or zero_grad (by torch's functions, say)."""
 
     def forget(self) -> None:
         """Drops a clip coefficient that no step has applied."""

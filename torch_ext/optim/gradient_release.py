@@ -1,4 +1,4 @@
-"""step_in_backward=True without a process group: once a gradient is ready, its parameter is stepped and it is freed.
+"""step_in_backward=True without a process group: a gradient that is ready is applied to its parameter, and freed.
 
 Note [gradient release]
 

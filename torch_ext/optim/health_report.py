@@ -11,8 +11,8 @@ from torch import Tensor
 from torch_ext.native import library, structs
 from torch_ext.native.adamw_args import TensorArgument, argument
 
-_LARGE_RATIO = 0.1  # of rms(update) to rms(weight): usual are 1e-4 to 1e-2
-_LOST = 0.5  # share of updates
+_LARGE_RATIO = 0.1  # rms(update) / rms(weight) above which there is a warning; usual are 1e-4 to 1e-2
+_LOST = 0.5  # the share of lost updates above which there is a warning
 _LARGEST_FP16 = 65504.0
 
 

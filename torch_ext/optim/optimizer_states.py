@@ -43,15 +43,13 @@ class OptimizerStates:
     def __init__(
         self, optimizer: Settings, host: HostStates, counts: Tensor, forms: dict[Tensor, param_form.Form]
     ) -> None:
-        self._optimizer = weakref.ref(optimizer)  # it holds this object: a reference cycle would keep both alive
+        self._optimizer = weakref.ref(optimizer)  # weak: a cycle would be freed by the garbage collector only
         self.host = host
         self.counts = counts
-        """int64 [2, 2], on the parameters' device. Columns: steps skipped, elements whose master became the weight.
-        Row 0 is counted by the first call of the operator in a step, row 1 by later calls, which count a skipped step
-        again."""
+        """int64 [2, 2], on the parameters' device: steps skipped, elements whose master became the weight. Row 0: of
+        the first call of the operator in a step; row 1: of later calls, which count a skipped step again."""
         self.synced: dict[Tensor, SyncedVersion] = {}
-        """Parameters whose fp32 masters are known to round to their weights. The plan of the last step has a newer
-        record of its members."""
+        """Parameters whose fp32 masters are known to round to their weights; the last step's plan may know better."""
         self.changes: WeightChanges | None = None
         """What steps record about changed weights for a weight publisher; None where there is none."""
         self.measuring = Measuring()
@@ -94,8 +92,7 @@ class OptimizerStates:
         return self._shards
 
     def follow_params(self) -> None:
-        """Moves step counts and counters to the parameters' device, while there is no other state: a model may be moved
-        to a device after its optimizer was created."""
+        """Moves step counts and counters to the parameters' device, to which a model may move before its first step."""
         for group in self.groups:
             entries = [(p, access.entry(self.state, p)) for p in group["params"] if p.requires_grad]
             if any("step" in entry and entry["step"].device != p.device for p, entry in entries):
@@ -176,8 +173,7 @@ class OptimizerStates:
         return members
 
     def changes_of(self, p: Tensor, weight: Tensor, host: bool) -> dict[str, Tensor]:
-        """Returns the tensors in which steps record changes of this weight, the part of p that this rank steps. host:
-        it is stepped on the host."""
+        """Returns where steps record changes of `weight`, this rank's part of p. host: it is stepped on the host."""
         device = torch.device("cpu") if host else weight.device
         return {} if self.changes is None else self.changes.beside(p, weight.numel(), device)
 

@@ -36,8 +36,8 @@ class StepInBackward:
     def begin(
         self, owner: "GradientReducer", plan: StepPlan, hyper: HyperparameterTable, counts: Tensor, external: int
     ) -> Callable[[int], None]:
-        """Returns what steps a bucket of the owner once it is reduced, on any thread. A bucket with a parameter that is
-        stepped on the host is left to step(). counts, external: see `DeviceStep.run`."""
+        """Returns a function that steps a bucket of the owner once it is reduced, on any thread. It leaves a bucket with
+        a parameter that is stepped on the host to step(). counts, external: see `DeviceStep.run`."""
         shared = () if plan.host is None else plan.host.gathers
         batches = {b.gather[1]: b for b in plan.device.batches if b.gather is not None and b.gather[0] is owner}
         scalars = (dense.NONE, dense.NONE, dense.NONE, counts)
@@ -76,7 +76,7 @@ class StepInBackward:
             raise RuntimeError("step_in_backward=True: gradients were applied before they were clipped")
 
     def refuse_different_step(self, fits: bool, scaled: bool) -> None:
-        """Raises RuntimeError where step() would not step as backward has already. fits: the plan of backward still
+        """Raises RuntimeError where step() would step differently than backward has. fits: the plan of backward still
         fits. scaled: gradients are to be clipped or unscaled."""
         if scaled:
             raise RuntimeError("step_in_backward=True: gradients were applied before they were clipped or unscaled")

@@ -141,8 +141,8 @@ class StepRun:
 
 
 def check_signals(plan: StepPlan, counts: Tensor, on_external_write: str) -> None:
-    """Resyncs or rejects, as on_external_write says, weights that signal a write outside the optimizer: by version,
-    address or sample. counts: see `StepRun`."""
+    """Resyncs masters or raises, as on_external_write says, where weights signal a write outside the optimizer: by
+    version, address or sample. counts: see `StepRun`."""
     if on_external_write == "ignore":
         return
     modified = plan.modified()

@@ -68,8 +68,7 @@ class Stepper:
                 clipping.warn_if_skipped(plan.members, present)
 
     def stepped_so_far(self) -> None:
-        """Ends a step that no step() completes: step() raised midway, or zero_grad() follows a backward that stepped
-        some parameters."""
+        """Ends a step that step() did not complete: it raised midway, or zero_grad() has kept what backward stepped."""
         self._end_measurement()
         if (watcher := self._states.watcher) is not None:
             watcher.stepped()
@@ -84,8 +83,7 @@ class Stepper:
     def _run(
         self, shards: ShardMap, active: list[bool], grads: list[Tensor], hyper: HyperparameterTable, scalars: Scalars
     ) -> StepPlan | None:
-        """Runs the standing plan, or a new one if that does not fit. Returns it; None for a step that is inert (see
-        `_make_plan`)."""
+        """Runs the last step's plan or, if that does not fit, a new one. Returns it; None for an inert step."""
         states = self._states
         plan = self.plan
         if plan is None or not plan.fits(shards, active, states.state):
@@ -119,11 +117,10 @@ class Stepper:
     # -- the plan
 
     def _make_plan(self, shards: ShardMap, active: list[bool], grads: list[Tensor]) -> StepPlan | None:
-        """Returns a new plan, and creates state that is missing. None for a step that is inert: it creates state only.
+        """Returns a new plan, and creates missing state. None for an inert step, which creates state only.
 
         torch.distributed.checkpoint calls step() with lr 0 and zero gradients so that state is created. That must not
-        count as a step: with a counter at 1 the first real update would be 1.34 times too small.
-        """
+        be a step: with a counter at 1 the first real update would be 1.34 times too small."""
         states = self._states
         first = not states.any_made() and all(float(g["lr"]) == 0 for g in states.groups)
         if first and _all_zero(shards, active, grads):
@@ -191,7 +188,7 @@ class Stepper:
     # -- see reducer_registry.BucketStepper
 
     def begin_stepping(self, owner: reducer_registry.GradientReducer) -> Callable[[int], None] | None:
-        """Returns what steps a reduced bucket, with the groups' current hyper-parameters. step() starts all-gathers."""
+        """Returns a function that steps a reduced bucket, with hyper-parameters read now. step() starts all-gathers."""
         states = self._states
         optimizer = states.optimizer
         _refuse_settings(optimizer)

@@ -45,8 +45,8 @@ _OURS: dict[str, Function] = {
 
 
 def route() -> None:
-    """Patches torch's functions in place: they find sharded gradients, and tell the optimizers that `clipped.watch`.
-    For other parameters torch's own function runs. May be called again."""
+    """Patches torch's functions in place. They then find sharded gradients, and tell optimizers that were registered by
+    `clipped.watch`. For other parameters torch's own code runs. May be called again."""
     for name, ours in _OURS.items():
         _route([torch.nn.utils, torch.nn.utils.clip_grad], name, ours)
 

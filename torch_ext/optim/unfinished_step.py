@@ -5,7 +5,7 @@ from torch_ext.optim.step_progress import NotStepped, StepProgress
 
 
 class UnfinishedStep:
-    """Whether the last step may have stepped some parameters and not the others."""
+    """Remembers whether the last step may have stepped some parameters and not the others."""
 
     def __init__(self) -> None:
         self._unfinished = False

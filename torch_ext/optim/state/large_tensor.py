@@ -29,8 +29,8 @@ class LargeTensor(ChunkedTensor, Tensor):
 
 
 class ConsolidatedTensor(LargeTensor):
-    """A whole tensor of which other ranks have parts. It has the same chunks as these parts, so that
-    torch.distributed.checkpoint recognises duplicates, and saves each chunk once."""
+    """A whole tensor of which other ranks have parts. It has the same chunks as these parts:
+    torch.distributed.checkpoint saves a chunk that several ranks have once, and takes all of them for one tensor."""
 
     _cuts: Sequence[int]
 

@@ -157,7 +157,7 @@ def _refuse_cut_otherwise(p: StatefulParam, entry: Mapping[str, Any], where: str
 
 
 def _refuse_master(p: StatefulParam, entry: Mapping[str, Any], where: str) -> None:
-    """Raises ValueError for a master with NaN or Inf, which all steps would keep."""
+    """Raises ValueError for a master with NaN or Inf, from which every step would compute NaN or Inf."""
     if p.kinds.master is None or "master_param" not in entry:
         return
     for begin, values in local_ranges(entry["master_param"]):
