@@ -72,7 +72,7 @@ class GradScaler(torch.amp.GradScaler):
         visit.unscale(grads, scale)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """optimizer.step(*args, **kwargs) with unscaled gradients, unless one of them, on any rank, is not finite."""
+        """Calls optimizer.step(*args, **kwargs) with unscaled gradients, unless one on any rank is not finite."""
         if not self.is_enabled():
             return optimizer.step(*args, **kwargs)
         if any(closure is not None for closure in (*args, kwargs.get("closure"))):  # Accelerate passes None

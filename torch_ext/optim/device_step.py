@@ -55,9 +55,9 @@ class DeviceStep:
         self._layouts = list(map(dense.dense_or_empty, stepped))
         self._copied = [(w, layout) for w, layout in zip(stepped, self._layouts, strict=True) if layout is not w]
         self.weights = list(map(dense.flat, self._layouts))
-        at_rest = [m.stored() for m in members]
-        self._states, slices = storages_and_slices(at_rest)
-        self.state_memory = FixedMemory([t for row in at_rest for t in row if t is not None])
+        stored = [m.stored() for m in members]
+        self._states, slices = storages_and_slices(stored)
+        self.state_memory = FixedMemory([t for row in stored for t in row if t is not None])
         meta = torch.tensor(
             [(m.id, m.local.offset, m.group) for m in members], dtype=torch.int64, device="cpu"
         ).reshape(-1, 3)

@@ -20,7 +20,7 @@ def resync(states: OptimizerStates, stepper: Stepper, force: bool) -> int:
     since a loop may call this in each step."""
     everyone = states.everyone()
     plan = stepper.standing_plan()
-    having = [not {"master_param", "master_remainder"}.isdisjoint(states.at_rest(p)) for p in everyone]
+    having = [not {"master_param", "master_remainder"}.isdisjoint(states.stored_state(p)) for p in everyone]
     stepped = None if plan is None else plan.selected_members(having)
     if plan is None:
         states.refuse_converted(zip(param_groups.names(states.groups), everyone, strict=True))

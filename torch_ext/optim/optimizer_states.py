@@ -114,13 +114,13 @@ class OptimizerStates:
 
     # -- state
 
-    def at_rest(self, p: Tensor) -> Mapping[str, Any]:
+    def stored_state(self, p: Tensor) -> Mapping[str, Any]:
         """Returns the stored state of p, from opt.state or from the host; empty where there is none."""
         return self.host.peek(p, access.peek(self.state, p))
 
     def is_made(self, p: Tensor) -> bool:
         """Whether p has more state than its step count."""
-        return first_moment(self.at_rest(p)) is not None
+        return first_moment(self.stored_state(p)) is not None
 
     def any_made(self) -> bool:
         return any(map(self.is_made, self.everyone()))
@@ -220,17 +220,17 @@ class OptimizerStates:
         """Raises ValueError where a parameter no longer has the dtype, shape and placements of its state."""
         known = [(name, p, self._forms[p]) for name, p in named if p in self._forms]
         param_form.refuse_converted(
-            (name, p, form) for name, p, form in known if not form.fits(p) and form.is_of(self.at_rest(p))
+            (name, p, form) for name, p, form in known if not form.fits(p) and form.is_of(self.stored_state(p))
         )
 
     def forms_to_keep(self) -> dict[Tensor, param_form.Form]:
         """Returns the forms for a pickle or a copy: without the references that identify this optimizer's states."""
-        return {p: form._replace(exp_avg=None) for p, form in self._forms.items() if form.is_of(self.at_rest(p))}
+        return {p: form._replace(exp_avg=None) for p, form in self._forms.items() if form.is_of(self.stored_state(p))}
 
     def note_forms(self, params: Iterable[Tensor]) -> None:
         """Records that the states fit the parameters' current forms, or the forms that a pickle has saved."""
         for p in params:
-            moment, form = first_moment(self.at_rest(p)), self._forms.get(p)
+            moment, form = first_moment(self.stored_state(p)), self._forms.get(p)
             if moment is None:
                 self._forms.pop(p, None)
             elif form is not None and form.exp_avg is None:

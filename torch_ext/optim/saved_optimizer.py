@@ -126,7 +126,7 @@ class SavedOptimizer(torch.optim.Optimizer):
 
     def stored_state(self, p: Tensor) -> Mapping[str, Any]:
         """Returns the stored state of p, from opt.state or from the host; empty where there is none."""
-        return self._states.at_rest(p)
+        return self._states.stored_state(p)
 
     def on_host(self, everyone: list[Tensor]) -> list[bool]:
         """Returns for each parameter whether it is stepped on the host."""

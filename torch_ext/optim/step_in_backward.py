@@ -36,8 +36,8 @@ class StepInBackward:
     def begin(
         self, owner: "GradientReducer", plan: StepPlan, hyper: HyperparameterTable, counts: Tensor, external: int
     ) -> Callable[[int], None]:
-        """Returns a function that steps a bucket of the owner once it is reduced, on any thread. It leaves a bucket with
-        a parameter that is stepped on the host to step(). counts, external: see `DeviceStep.run`."""
+        """Returns a function that steps a bucket of the owner once it is reduced, on any thread. A bucket that has a
+        parameter on the host is left to step(). counts, external: see `DeviceStep.run`."""
         shared = () if plan.host is None else plan.host.gathers
         batches = {b.gather[1]: b for b in plan.device.batches if b.gather is not None and b.gather[0] is owner}
         scalars = (dense.NONE, dense.NONE, dense.NONE, counts)

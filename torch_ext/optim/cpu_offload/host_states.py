@@ -67,10 +67,10 @@ class HostStates:
         """Yields all state tensors on the host."""
         return (t for held in self._states.values() for t in held.values() if isinstance(t, Tensor))
 
-    def put(self, p: Tensor, at_rest: dict[str, Any]) -> dict[str, Any]:
+    def put(self, p: Tensor, stored: dict[str, Any]) -> dict[str, Any]:
         """Stores a state that was loaded; returns the entry of p for opt.state."""
-        self._states[p] = at_rest
-        return {"step": at_rest["step"]}
+        self._states[p] = stored
+        return {"step": stored["step"]}
 
     def follow(self, p: Tensor, entry: Mapping[str, Any], step: Tensor) -> None:
         """Drops the state of p if its entry in opt.state was dropped, else makes `step` its step. entry: p's entry in
