@@ -102,7 +102,7 @@ class Adam(MeasuringOptimizer):
                 loss = closure()
             for owner in reducer_registry.owners_of(self._states.everyone()):
                 owner.before_step()
-        self._masters_may_change("step()")
+        self._before_master_change("step()")
         with torch.no_grad():
             self._stepper.step(released=release is not None and release.stepped)
         if release is not None:
@@ -118,7 +118,7 @@ class Adam(MeasuringOptimizer):
         super().zero_grad(set_to_none)
         if self._release is not None:
             if self._release.stepped:
-                self._stepper.stepped_so_far()
+                self._stepper.end_partial_step()
             self._release.finish()
 
     def skipped_steps(self) -> int:
@@ -176,7 +176,7 @@ class Adam(MeasuringOptimizer):
         """
         if state_dict is not None and force:
             raise ValueError("resync_masters(): force=True takes masters from the weights, state_dict from elsewhere")
-        self._masters_may_change("resync_masters()")
+        self._before_master_change("resync_masters()")
         with torch.no_grad():
             if state_dict is not None:
                 return master_sync.seed_masters(self._states, self._stepper, state_dict)
@@ -198,7 +198,7 @@ class Adam(MeasuringOptimizer):
         collective. step() inside the block raises RuntimeError.
         """
         self.refuse_between("master_weights()")
-        self._masters_may_change("master_weights()")
+        self._before_master_change("master_weights()")
         self._open = "master_weights(): parameters are their masters there"
         try:
             with torch.no_grad(), master_sync.opened(self._states, self._stepper) as masters:

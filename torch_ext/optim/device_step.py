@@ -94,9 +94,9 @@ class DeviceStep:
     def record_addresses(self) -> None:
         """Records the addresses of the weights of members without an all-gather, if any member has an fp32 master. From
         now on `run` with in_place=True raises if one of these weights has moved."""
-        watched = any(m.kinds.master == "master_param" for m in self.members)
+        has_fp32_master = any(m.kinds.master == "master_param" for m in self.members)
         own = [batch.weights for batch in self.batches if batch.gather is None]
-        self._addresses = param_form.address_signature(own[0]) if watched and own else 0
+        self._addresses = param_form.address_signature(own[0]) if has_fp32_master and own else 0
 
     @property
     def takes_several_calls(self) -> bool:

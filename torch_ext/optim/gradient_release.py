@@ -56,9 +56,9 @@ def refuse_settings(policy: Any, skip_nonfinite: bool, offload_fraction: float) 
 class GradientRelease:
     """Steps the parameters of one optimizer in backward, when their gradients are ready."""
 
-    def __init__(self, states: OptimizerStates, stepper: Stepper, may_change: Callable[[str], None]) -> None:
-        """may_change: raises RuntimeError where masters must not change now. It must not keep the optimizer alive."""
-        self._states, self._stepper, self._may_change = states, stepper, may_change
+    def __init__(self, states: OptimizerStates, stepper: Stepper, refuse_change: Callable[[str], None]) -> None:
+        """refuse_change: raises RuntimeError where masters must not change now; must not keep the optimizer alive."""
+        self._states, self._stepper, self._refuse_change = states, stepper, refuse_change
         self._hooks: dict[int, Any] = {}
         self._step: ReleasedStep | None = None  # of the last backward
         self._clear()
@@ -69,8 +69,8 @@ class GradientRelease:
         self._pending: list[Tensor] = []
         self._seen: set[int] = set()  # ids of the parameters in both lists
         self._numel = 0
-        self._ended = False
-        self._ends: dict[int, weakref.ref[BackwardEnd]] = {}  # of the backwards that are running, by graph task
+        self._backward_done = False
+        self._running_backwards: dict[int, weakref.ref[BackwardEnd]] = {}  # by graph task
 
     # -- parameters
 
@@ -89,7 +89,7 @@ class GradientRelease:
                     continue
                 raise ValueError(f"{_ON}: a parameter of shape {tuple(p.shape)} is stepped by another optimizer")
             _releases[id(p)] = weakref.ref(p), weakref.ref(self)
-            self._hooks[id(p)] = p.register_post_accumulate_grad_hook(weak_method(self._ready))
+            self._hooks[id(p)] = p.register_post_accumulate_grad_hook(weak_method(self._on_grad_ready))
 
     def remove(self) -> None:
         """Removes the hooks, because another object steps the parameters from now on."""
@@ -97,7 +97,7 @@ class GradientRelease:
 
     # -- in backward
 
-    def _ready(self, p: Tensor) -> None:
+    def _on_grad_ready(self, p: Tensor) -> None:
         if not self._begin():
             return
         if id(p) in self._seen:
@@ -114,14 +114,14 @@ class GradientRelease:
     def _begin(self) -> bool:
         """Whether this object steps the gradient that is ready. Starts a step at the first gradient of a backward."""
         task = torch._C._current_graph_task_id()
-        if task in self._ends:
+        if task in self._running_backwards:
             return True
-        if not any(end() is not None for end in self._ends.values()):
+        if not any(end() is not None for end in self._running_backwards.values()):
             self._refuse_broken("a backward")
             self._refuse_second()
             if not self._start():
                 return False
-        self._ends[task] = queue_backward_end(self._backward_ended, task)
+        self._running_backwards[task] = queue_backward_end(self._backward_ended, task)
         return True
 
     def _start(self) -> bool:
@@ -133,7 +133,7 @@ class GradientRelease:
             return False
         optimizer = self._states.optimizer
         refuse_settings(optimizer.policy, optimizer.skip_nonfinite, 0)
-        self._may_change("a backward that steps")
+        self._refuse_change("a backward that steps")
         self._stepper.unfinished.refuse("a backward that steps")
         before = self._step
         self._clear()
@@ -159,11 +159,11 @@ class GradientRelease:
             p.grad = None
 
     def _backward_ended(self, task: int) -> None:
-        self._ends.pop(task, None)
-        if not self._ends and self._step is not None:
+        self._running_backwards.pop(task, None)
+        if not self._running_backwards and self._step is not None:
             self._flush()
             self._step.plan.mark_synced()
-            self._ended = True
+            self._backward_done = True
             if self._states.watcher is not None:
                 self._states.watcher.after_writing()
 
@@ -212,7 +212,7 @@ class GradientRelease:
     def _refuse_broken(self, doing: str) -> None:
         """Raises RuntimeError after a backward that raised when it had stepped some parameters. If it had stepped none,
         only forgets its gradients."""
-        if self._ended or not (self._ends or self._pending or self._stepped):
+        if self._backward_done or not (self._running_backwards or self._pending or self._stepped):
             return
         if self._stepped:
             raise RuntimeError(

@@ -20,11 +20,11 @@ def resync(states: OptimizerStates, stepper: Stepper, force: bool) -> int:
     since a loop may call this in each step."""
     everyone = states.everyone()
     plan = stepper.standing_plan()
-    having = [not {"master_param", "master_remainder"}.isdisjoint(states.stored_state(p)) for p in everyone]
-    stepped = None if plan is None else plan.selected_members(having)
+    has_master = [not {"master_param", "master_remainder"}.isdisjoint(states.stored_state(p)) for p in everyone]
+    stepped = None if plan is None else plan.selected_members(has_master)
     if plan is None:
         states.refuse_converted(zip(param_groups.names(states.groups), everyone, strict=True))
-    members = states.members(everyone, having) if stepped is None else stepped
+    members = states.members(everyone, has_master) if stepped is None else stepped
     if (watcher := states.watcher) is not None:
         watcher.before_writing()
     changed = int(masters.resync(members, force).sum())
@@ -41,11 +41,11 @@ def seed_masters(states: OptimizerStates, stepper: Stepper, state_dict: Mapping[
     """Copies masters from a model's state_dict in higher precision, and creates them where there are none yet; returns
     how many elements changed."""
     everyone, policy = states.everyone(), states.optimizer.policy
-    having = [
+    has_master = [
         p.requires_grad and StateDtypes.of(policy, p.dtype, p.numel(), False).master is not None for p in everyone
     ]
-    members = states.members(everyone, having)
-    changed = master_weights.seed_masters(members, _keys(states, having), state_dict)
+    members = states.members(everyone, has_master)
+    changed = master_weights.seed_masters(members, _keys(states, has_master), state_dict)
     mark_synced(states, stepper, members)
     return changed
 

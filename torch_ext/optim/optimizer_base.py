@@ -25,7 +25,7 @@ from torch_ext.params.param_groups import Params
 from torch_ext.policy.policy import Policy
 from torch_ext.tensors import offload_guard
 
-_KEPT = ("policy", "skip_nonfinite", "on_external_write", "step_in_backward", "_keep_32bit", "averaging")  # in a pickle
+_PICKLED = ("policy", "skip_nonfinite", "on_external_write", "step_in_backward", "_keep_32bit", "averaging")
 
 _ON_EXTERNAL_WRITE = ("resync", "error", "ignore")
 
@@ -99,7 +99,7 @@ class OptimizerBase(SavedOptimizer):
         if self._release is not None:
             self._release.remove()
         if self.step_in_backward:
-            self._release = GradientRelease(self._states, self._stepper, weak_method(self._masters_may_change))
+            self._release = GradientRelease(self._states, self._stepper, weak_method(self._before_master_change))
             torch_clip_functions.route()
             clipped.watch(self._scaling)
             self._scaling.refuse_clipping = weak_method(self._release.refuse_clipping)
@@ -134,7 +134,7 @@ class OptimizerBase(SavedOptimizer):
         del self.param_groups[first:]
         self._states.drop_removed(self._states.everyone())
 
-    def _masters_may_change(self, doing: str) -> None:
+    def _before_master_change(self, doing: str) -> None:
         """Called before masters are written: RuntimeError where they must not be. Drops a consolidated state_dict."""
         self._refuse_open(doing)
         self._consolidated = None
@@ -145,7 +145,7 @@ class OptimizerBase(SavedOptimizer):
         doing = "an optimizer is pickled or copied"
         self._refuse_open(doing)
         offload_guard.refuse_states(self, doing)
-        own = {key: self.__dict__[key] for key in _KEPT if key in self.__dict__}
+        own = {key: self.__dict__[key] for key in _PICKLED if key in self.__dict__}
         states = self._states
         states.host.follow_moved(states.everyone(), self.state)
         parts = {"_counts": states.counts, "_host": states.host, "_forms": states.forms_to_keep()}

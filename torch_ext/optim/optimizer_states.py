@@ -206,7 +206,7 @@ class OptimizerStates:
         self.synced = {p: synced for p, synced in self.synced.items() if p in present}
         self._forms = {p: form for p, form in self._forms.items() if p in present}
 
-    def agree(self, members: list[ParamState]) -> None:
+    def compare_ranks(self, members: list[ParamState]) -> None:
         """Compares the dtypes of states over the ranks, once: RuntimeError where they differ. Collective for parameters
         whose gradients a reducer of ours reduces."""
         optimizer = self.optimizer

@@ -51,7 +51,7 @@ class StepPlan:
         self.params = [m.param for m in members]
         own = [not m.host and not m.kinds.matrix for m in members]
         self._matrices = [m.kinds.matrix for m in members]
-        self.gathered_late = {gather for gather, is_one in zip(gathers, self._matrices, strict=True) if is_one}
+        self.gathered_late = {gather for gather, is_matrix in zip(gathers, self._matrices, strict=True) if is_matrix}
         """Buckets that hold Muon's matrices: all-gathered only after the matrices are stepped, too."""
         self.matrices = _matrix_step(list(compress(members, self._matrices)), optimizer)
         self.device = DeviceStep(

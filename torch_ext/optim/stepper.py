@@ -67,7 +67,7 @@ class Stepper:
                 clipping.used = True
                 clipping.warn_if_skipped(plan.members, present)
 
-    def stepped_so_far(self) -> None:
+    def end_partial_step(self) -> None:
         """Ends a step that step() did not complete: it raised midway, or zero_grad() has kept what backward stepped."""
         self._end_measurement()
         if (watcher := self._states.watcher) is not None:
@@ -129,14 +129,14 @@ class Stepper:
             states.members(shards.params, active)
             states.synced.clear()  # so that the first step notices whatever is written before it
             return None
-        return self._planned(shards, active, grads)
+        return self._build_plan(shards, active, grads)
 
-    def _planned(self, shards: ShardMap, active: list[bool], grads: list[Tensor]) -> StepPlan:
+    def _build_plan(self, shards: ShardMap, active: list[bool], grads: list[Tensor]) -> StepPlan:
         states = self._states
         self.drop_plan()
         states.drop_removed(shards.params)
         members = states.members(shards.params, active)
-        states.agree(members)
+        states.compare_ranks(members)
         owners = [owner for owner, there in zip(shards.owners, active, strict=True) if there]
         gathers = [gather_of(member, owner) for member, owner in zip(members, owners, strict=True)]
         host = states.host.plan(members, gathers, states.optimizer.averaging)
@@ -171,7 +171,7 @@ class Stepper:
         if states.watcher is not None:
             states.watcher.before_writing()
         if plan is None or not plan.fits(shards, active, states.state) or not plan.same_forms():
-            plan = self._planned(shards, active, [p for p in everyone if p.requires_grad])
+            plan = self._build_plan(shards, active, [p for p in everyone if p.requires_grad])
         mode = states.optimizer.on_external_write
         self._check_writes(plan, mode)
         step = before if before is not None and before.plan is plan else ReleasedStep(plan)
@@ -221,7 +221,7 @@ class Stepper:
             self._in_backward.clear()
         elif self._in_backward and self.plan is not None:
             self._in_backward.end(self.plan)
-            self.stepped_so_far()
+            self.end_partial_step()
         for owner in owners:
             owner.zero_grad(everyone)
 
@@ -235,7 +235,7 @@ def _noting_failure(stepper: Stepper, progress: StepProgress) -> Iterator[None]:
     except BaseException as error:
         if progress.wrote:
             stepper.unfinished.note(stepper.plan, progress, error)
-            stepper.stepped_so_far()
+            stepper.end_partial_step()
         raise
 
 

@@ -51,10 +51,10 @@ _EMAS = (None, *averaging.DTYPES)
 def _codes(kinds: StateDtypes) -> tuple[int, int, int, int]:
     """Returns the dtypes of exp_avg, exp_avg_sq and master, and the kind of average, as numbers that can be sent."""
     master = None if kinds.master is None else MASTERS[kinds.master]
-    exp_avg, exp_avg_sq, of_master = (
+    exp_avg, exp_avg_sq, master_code = (
         0 if d is None else dtypes.code_of(d) or 0 for d in (kinds.exp_avg, kinds.exp_avg_sq, master)
     )
-    return exp_avg, exp_avg_sq, of_master, _EMAS.index(kinds.ema)
+    return exp_avg, exp_avg_sq, master_code, _EMAS.index(kinds.ema)
 
 
 def _gathered(mine: Tensor, group: torch.distributed.ProcessGroup) -> list[Tensor]:

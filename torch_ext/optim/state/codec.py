@@ -118,7 +118,7 @@ def decode(p: Tensor, state: Mapping[str, Any], kinds: StateDtypes, key: str) ->
         _cast(dense.flat(state[key]), dense.flat(value), [scales_of(state, kinds, key)], [], FORMATS[key])
         return value
     if key == EMA:
-        return _joined(state["ema_upper"], state["ema_lower"])
+        return _join_planes(state["ema_upper"], state["ema_lower"])
     stored = state["master_remainder"]
     weight = dense.in_order_of(stored, p.detach().to(stored.device))
     master = dense.unpooled_like(stored, torch.float32)
@@ -147,7 +147,9 @@ def encode(p: Tensor, state: Mapping[str, Tensor], kinds: StateDtypes, key: str,
         wide = dense.in_order_of(state[key], value.to(device=p.device, dtype=torch.float32))
         _cast(wide, dense.flat(state[key]), [], [scales_of(state, kinds, key)], FORMATS[key])
     elif key == EMA:
-        _split(value.to(device=state["ema_upper"].device, dtype=torch.float32), state["ema_upper"], state["ema_lower"])
+        _split_planes(
+            value.to(device=state["ema_upper"].device, dtype=torch.float32), state["ema_upper"], state["ema_lower"]
+        )
     else:
         remainder = state["master_remainder"]
         wide = dense.in_order_of(remainder, value.to(device=p.device, dtype=torch.float32))
@@ -157,14 +159,14 @@ def encode(p: Tensor, state: Mapping[str, Tensor], kinds: StateDtypes, key: str,
         renew_checksum(weight, state, kinds)
 
 
-def _joined(upper: Tensor, lower: Tensor) -> Tensor:
+def _join_planes(upper: Tensor, lower: Tensor) -> Tensor:
     """Returns the fp32 values of 24-bit numbers in two planes: the upper 16 bits and the 8 bits that follow."""
     bits = upper.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
     return bits.bitwise_or_(lower.to(torch.int32).bitwise_left_shift_(8)).view(torch.float32)
 
 
-def _split(value: Tensor, upper: Tensor, lower: Tensor) -> None:
-    """Rounds fp32 values to 24 bits (nearest, ties to even), and writes them to two planes. Inverse of `_joined`."""
+def _split_planes(value: Tensor, upper: Tensor, lower: Tensor) -> None:
+    """Rounds fp32 values to 24 bits (nearest, ties to even), and writes them to two planes: undoes `_join_planes`."""
     bits = value.view(torch.int32)
     rounded = torch.where(torch.isfinite(value), bits + 0x7F + ((bits >> 8) & 1), bits)
     upper.copy_((rounded >> 16).to(torch.int16).view(torch.bfloat16))

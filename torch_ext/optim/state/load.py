@@ -80,13 +80,13 @@ def encode_for_load(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) ->
     """Checks a logical state_dict, and returns it with stored states. Changes nothing of the optimizer, except that
     pending writes to its own state tensors are completed."""
     # Reading optimizer.state[p] of a torch.optim.Optimizer leaves {} there: such an entry is no state.
-    stated = {key: entry for key, entry in state_dict.get("state", {}).items() if entry != {}}
-    state_dict = state_dict | ({"state": stated} if "state" in state_dict else {})
+    nonempty = {key: entry for key, entry in state_dict.get("state", {}).items() if entry != {}}
+    state_dict = state_dict | ({"state": nonempty} if "state" in state_dict else {})
     targets = _targets(optimizer, state_dict)
     entries = {key: load_checks.checked_entry(targets[key].p, given) for key, given in state_dict["state"].items()}
     losses = _Losses()
     with dense.normal_tensors():
-        states = {key: _own_state(targets[key], entry) for key, entry in entries.items()}
+        states = {key: _present_state(targets[key], entry) for key, entry in entries.items()}
         missing = [key for key, state in states.items() if state is None]
         made = codec.make([(targets[key].weight, targets[key].p.kinds) for key in missing])
         new = dict(zip(missing, made, strict=True))
@@ -116,7 +116,7 @@ def _targets(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[A
     return found
 
 
-def _own_state(target: _Target, entry: Mapping[str, Any]) -> dict[str, Any] | None:
+def _present_state(target: _Target, entry: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns the parameter's present state if the entry consists of its tensors: `state_dict()` has returned them, and
     torch.distributed.checkpoint may have loaded into them. Else None."""
     kinds, own = target.p.kinds, target.p.stored

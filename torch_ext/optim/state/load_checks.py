@@ -34,7 +34,7 @@ def param_keys(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> list
     for i, group in enumerate(filled):
         where = f"loaded state dict, group {i}: "
         if group.get("amsgrad"):
-            raise _of_amsgrad(f"loaded state dict, group {i}")
+            raise _amsgrad_error(f"loaded state dict, group {i}")
         optimizer.refuse_hyper(group, where)
         hyper_parameters.refuse_differing(group, filled[0], where)
     keys = list(chain.from_iterable(g["params"] for g in saved))
@@ -82,7 +82,7 @@ def checked_entry(p: StatefulParam, given: Mapping[str, Any]) -> dict[str, Any]:
         entry.setdefault("step", 0.0)
     _refuse_keys(p, entry, where)
     _refuse_values(p.param, entry, where)
-    _refuse_cut_otherwise(p, entry, where)
+    _refuse_other_part(p, entry, where)
     _refuse_master(p, entry, where)
     return entry
 
@@ -111,7 +111,7 @@ def _refuse_keys(p: StatefulParam, entry: Mapping[str, Any], where: str) -> None
             )
     for key in entry:
         if key == "max_exp_avg_sq":
-            raise _of_amsgrad(where)
+            raise _amsgrad_error(where)
         if key not in LOGICAL:
             raise ValueError(f"{where} has {key!r}; the state of {kind} has {', '.join(legal)} (and master_param)")
         if key not in (*legal, "master_param", EMA):
@@ -121,7 +121,7 @@ def _refuse_keys(p: StatefulParam, entry: Mapping[str, Any], where: str) -> None
             )
 
 
-def _of_amsgrad(where: str) -> ValueError:
+def _amsgrad_error(where: str) -> ValueError:
     return ValueError(f"{where} was saved with amsgrad=True, which torch_ext does not have; resume with torch.optim")
 
 
@@ -142,7 +142,7 @@ def _refuse_values(param: Any, entry: Mapping[str, Any], where: str) -> None:
         raise ValueError(f"{where}: step is {step}; a whole number in [0, 2^24) is legal")
 
 
-def _refuse_cut_otherwise(p: StatefulParam, entry: Mapping[str, Any], where: str) -> None:
+def _refuse_other_part(p: StatefulParam, entry: Mapping[str, Any], where: str) -> None:
     """Raises ValueError where a value is a rank's part of a tensor, but not the part that this rank steps."""
     start, numel = p.local.offset, p.local.weight.numel()
     for key, value in entry.items():

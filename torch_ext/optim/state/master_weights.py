@@ -46,10 +46,10 @@ def seed_masters(members: Sequence["ParamState"], keys: Sequence[str | int], sta
         )
     wanted = [_value_of(m, values[name]) for m, name in zip(members, names, strict=True)]
     for m, master in zip(members, wanted, strict=True):
-        _refuse_other(m, master)
+        _refuse_mismatch(m, master)
     for m in members:
         weight_changes.written(m.changes)  # checksums will not show this write: they are renewed below
-    return sum(_install(m, master) for m, master in zip(members, wanted, strict=True))
+    return sum(_store_master(m, master) for m, master in zip(members, wanted, strict=True))
 
 
 def _value_of(m: "ParamState", value: Any) -> Tensor:
@@ -70,7 +70,7 @@ def _weight_of(m: "ParamState") -> Tensor:
     return dense.in_order_of(m.master, m.weight.detach().to(m.master.device))
 
 
-def _refuse_other(m: "ParamState", master: Tensor) -> None:
+def _refuse_mismatch(m: "ParamState", master: Tensor) -> None:
     """Raises ValueError where elements of the given master do not round to the weight."""
     stale = torch.zeros(1, dtype=torch.int64, device=master.device)
     ops.call("master_resync_", [_weight_of(m)], [master], stale, False, True)
@@ -81,7 +81,7 @@ def _refuse_other(m: "ParamState", master: Tensor) -> None:
         )
 
 
-def _install(m: "ParamState", master: Tensor) -> int:
+def _store_master(m: "ParamState", master: Tensor) -> int:
     """Stores the given fp32 master; returns how many elements changed."""
     new = master
     if m.kinds.master == "master_remainder":
@@ -100,7 +100,7 @@ def opened(members: Sequence["ParamState"], keys: Sequence[str | int]) -> Iterat
     """See Adam.master_weights. members: all trainable parameters; their masters round to their weights. keys: of
     each."""
     gathers = Gathers(members, "master_weights()")
-    wide = [_opened(m) for m in members]
+    wide = [_fp32_master(m) for m in members]
     swapped = {m.param: OtherMemory(m.param, master) for m, master in zip(members, wide, strict=True) if _swaps(m)}
     try:
         for memory in swapped.values():
@@ -122,7 +122,7 @@ def _leave(
         if not _is_like(value, master):
             converted.append((m.name, value, master))
         elif m.kinds.master:
-            _close(m, value)
+            _write_back(m, value)
     gathers.run()
     torch.autograd.graph.increment_version([m.param for m in members])
     _refuse_conversions(converted)
@@ -150,14 +150,14 @@ def _swaps(m: "ParamState") -> bool:
     return m.kinds.master is not None and m.weight is m.param
 
 
-def _opened(m: "ParamState") -> Tensor:
+def _fp32_master(m: "ParamState") -> Tensor:
     """Returns the fp32 master on the parameter's device: the stored tensor itself where possible."""
     if m.kinds.master is None:
         return m.weight.detach()
     return codec.decode(m.weight, m.state, m.kinds, "master_param").to(m.weight.device)
 
 
-def _close(m: "ParamState", master: Tensor) -> None:
+def _write_back(m: "ParamState", master: Tensor) -> None:
     """Stores the given fp32 master, and sets the weight to it, rounded to nearest."""
     wide = dense.in_order_of(m.master, master.detach().to(m.master.device))
     weight = torch.empty_like(wide, dtype=m.weight.dtype)
