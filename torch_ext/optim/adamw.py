@@ -201,7 +201,7 @@ class Adam(MeasuringOptimizer):
         self._before_master_change("master_weights()")
         self._open = "master_weights(): parameters are their masters there"
         try:
-            with torch.no_grad(), master_sync.opened(self._states, self._stepper) as masters:
+            with torch.no_grad(), master_sync.masters_as_params(self._states, self._stepper) as masters:
                 yield masters
         finally:
             self._open = ""

@@ -40,7 +40,7 @@ class AveragingOptimizer(OptimizerBase):
         self.refuse_between("ema_weights()")
         self._open = "ema_weights(): parameters are their averages there"
         try:
-            with torch.no_grad(), _swapped(self._states):
+            with torch.no_grad(), _averages_as_params(self._states):
                 yield
         finally:
             self._open = ""
@@ -61,7 +61,7 @@ class AveragingOptimizer(OptimizerBase):
 
 
 @contextlib.contextmanager
-def _swapped(states: OptimizerStates) -> Iterator[None]:
+def _averages_as_params(states: OptimizerStates) -> Iterator[None]:
     everyone = states.everyone()
     members = states.members(everyone, [p.requires_grad or states.is_made(p) for p in everyone])
     weights = [m.weight.detach().clone() for m in members]

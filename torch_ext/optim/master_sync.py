@@ -51,7 +51,7 @@ def seed_masters(states: OptimizerStates, stepper: Stepper, state_dict: Mapping[
 
 
 @contextlib.contextmanager
-def opened(states: OptimizerStates, stepper: Stepper) -> Iterator[dict[str | int, Tensor]]:
+def masters_as_params(states: OptimizerStates, stepper: Stepper) -> Iterator[dict[str | int, Tensor]]:
     """Turns parameters into their masters inside the block; see `Adam.master_weights`."""
     everyone = states.everyone()
     trained = [p.requires_grad for p in everyone]
@@ -59,7 +59,7 @@ def opened(states: OptimizerStates, stepper: Stepper) -> Iterator[dict[str | int
     with_master = [m for m in members if m.kinds.master]
     _resync_or_refuse(states, with_master)
     try:
-        with master_weights.opened(members, _keys(states, trained)) as found:
+        with master_weights.masters_as_params(members, _keys(states, trained)) as found:
             yield found
     finally:
         mark_synced(states, stepper, with_master)

@@ -96,7 +96,7 @@ def _store_master(m: "ParamState", master: Tensor) -> int:
 
 
 @contextlib.contextmanager
-def opened(members: Sequence["ParamState"], keys: Sequence[str | int]) -> Iterator[dict[str | int, Tensor]]:
+def masters_as_params(members: Sequence["ParamState"], keys: Sequence[str | int]) -> Iterator[dict[str | int, Tensor]]:
     """See Adam.master_weights. members: all trainable parameters; their masters round to their weights. keys: of
     each."""
     gathers = Gathers(members, "master_weights()")
