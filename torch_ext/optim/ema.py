@@ -62,6 +62,7 @@ class AveragingOptimizer(OptimizerBase):
 
 @contextlib.contextmanager
 def _averages_as_params(states: OptimizerStates) -> Iterator[None]:
+    """Writes averages to the weights, and the weights back at the end. Collective where parameters are cut."""
     everyone = states.everyone()
     members = states.members(everyone, [p.requires_grad or states.is_made(p) for p in everyone])
     weights = [m.weight.detach().clone() for m in members]

@@ -98,6 +98,7 @@ class GradientRelease:
     # -- in backward
 
     def _on_grad_ready(self, p: Tensor) -> None:
+        """The post-accumulate hook of p."""
         if not self._begin():
             return
         if id(p) in self._seen:
@@ -159,6 +160,7 @@ class GradientRelease:
             p.grad = None
 
     def _backward_ended(self, task: int) -> None:
+        """Called at the end of each backward, nested ones included; the last one steps what is pending."""
         self._running_backwards.pop(task, None)
         if not self._running_backwards and self._step is not None:
             self._flush()

@@ -48,6 +48,7 @@ class MeasuringOptimizer(AveragingOptimizer):
 
 
 def _read(states: OptimizerStates, measured: Measurement) -> list[ParamHealth]:
+    """Returns the measurements of the parameters that the measured step has stepped. Collective where they are cut."""
     everyone = states.everyone()
     shards = states.current_shards(everyone)
     keys, kept = param_groups.keys(states.groups), param_groups.kept_32bit(states.groups)

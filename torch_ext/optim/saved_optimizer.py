@@ -103,6 +103,7 @@ class SavedOptimizer(torch.optim.Optimizer):
             handle.remove()
 
     def _refuse_open(self, doing: str) -> None:
+        """Raises RuntimeError inside master_weights() or ema_weights(), and after a load that was interrupted."""
         self._refuse_within(doing)
         if self._half_loaded:
             raise RuntimeError(

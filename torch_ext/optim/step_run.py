@@ -103,6 +103,7 @@ class StepRun:
                 raise ArgumentsRefused(str(refusal)) from None
 
     def _step(self, in_backward: StepInBackward) -> None:
+        """Steps AdamW's parameters bucket by bucket, and starts a bucket's all-gather once all of it is stepped."""
         host, batches = self._plan.host, self._plan.device.batches
         if host is not None:  # launch all of the device's work first: it runs while the host steps its parameters
             for batch in batches:
@@ -124,6 +125,7 @@ class StepRun:
         self._gathers += [owner.gather(bucket) for owner, bucket in filter(None, targets)]
 
     def _step_on_device(self, batch: StepBatch, in_backward: StepInBackward) -> None:
+        """Steps a batch, unless backward has. ArgumentsRefused where it is rejected while nothing is written yet."""
         if batch.gather not in in_backward:
             first, self._progress.wrote = not self._progress.wrote, True
             try:

@@ -17,6 +17,7 @@ Entry: TypeAlias = dict[str, Any]
 
 
 def _exposing(name: str) -> Callable[..., Any]:
+    """Returns the method of defaultdict with this name, extended to set `exposed`."""
     method = getattr(defaultdict, name)
 
     def marked(self: "TrackedState", *arguments: Any, **options: Any) -> Any:

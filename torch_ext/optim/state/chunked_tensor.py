@@ -101,6 +101,7 @@ class DecodingTensor(Tensor):
 
 
 def _on_decoded(func: Any, args: Any, kwargs: Any) -> Any:
+    """Calls an operator on decoded values; copies back what it has written to them."""
     decoded: dict[int, tuple[Any, Tensor]] = {}
 
     def value_of(t: Any) -> Tensor:

@@ -101,6 +101,7 @@ def _without_empty(p: StatefulParam, given: Mapping[str, Any], where: str) -> di
 
 
 def _refuse_keys(p: StatefulParam, entry: Mapping[str, Any], where: str) -> None:
+    """Raises ValueError for keys that are missing, or not legal for a parameter that is stepped as p is."""
     legal = ("step", *p.kinds.moments)
     kind = "a matrix of Muon's" if p.kinds.matrix else "an Adam"
     for key in legal:
@@ -126,6 +127,7 @@ def _amsgrad_error(where: str) -> ValueError:
 
 
 def _refuse_values(param: Any, entry: Mapping[str, Any], where: str) -> None:
+    """Raises TypeError or ValueError for values with an illegal dtype or shape, and for an illegal step."""
     for key, value in entry.items():
         if key == "step":
             continue

@@ -24,6 +24,7 @@ class OtherMemory:
         self._written: Tensor | None = None
 
     def enter(self) -> None:
+        """Makes the parameter the other tensor: by `.data`, or by a swap if its accumulator node is held."""
         if _is_held(self._param):
             self._swapped_tensor = self._other.detach().requires_grad_(self._param.requires_grad)
             torch._C._swap_tensor_impl(self._param, self._swapped_tensor)

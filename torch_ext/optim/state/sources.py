@@ -109,6 +109,7 @@ class EncodedState:
         return values[begin - first : end - first]
 
     def write(self, begin: int, values: Tensor) -> None:
+        """Encodes the whole grains in the range, and keeps the values at its ends as pending."""
         end = begin + values.numel()
         # [first, last) are the whole grains of the range. If there is none, all values go to _write_part.
         first = -(-begin // GRAIN) * GRAIN
