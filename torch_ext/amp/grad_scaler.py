@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torch_ext.amp.loss_scale import LossScale
-from torch_ext.amp.scaled_step import ScaledStep, grads_of, refuse_underflow, unscales_in_step
+from torch_ext.amp.scaled_step import Visit, grads_of, refuse_underflow, unscales_in_step
 from torch_ext.comm import group_calls
 from torch_ext.grads.norm import mark_agreed, measure
 from torch_ext.policy.policy import Policy
@@ -46,7 +46,7 @@ class GradScaler(torch.amp.GradScaler):
             raise ValueError("this rank is not a member of process_group, so that it has nothing to agree on there")
         self._loss_scale = LossScale(policy)
         self._process_group = process_group
-        self._scaled_steps: dict[int, ScaledStep] = {}
+        self._visits: dict[int, Visit] = {}
         self._scaled = False
         state = self._loss_scale.state_dict()
         torch_options = {key: state[key] for key in ("growth_factor", "backoff_factor", "growth_interval")}
@@ -61,15 +61,15 @@ class GradScaler(torch.amp.GradScaler):
         """Divides the gradients by the scale, once per optimizer and update; see the class about fp16 gradients."""
         if not self.is_enabled():
             return
-        scaled_step = self._scaled_steps.get(id(optimizer))
-        if scaled_step is not None:
-            done = "step() was" if scaled_step.stepped else "unscale_() was already"
+        visit = self._visits.get(id(optimizer))
+        if visit is not None:
+            done = "step() was" if visit.stepped else "unscale_() was already"
             raise RuntimeError(f"{done} called for this optimizer since the last update()")
         grads = grads_of(optimizer)
         scale = self._current_scale(grads)
         refuse_underflow(optimizer, grads)
-        scaled_step = self._scaled_steps[id(optimizer)] = ScaledStep(optimizer, self._found_inf(grads))
-        scaled_step.unscale(grads, scale)
+        visit = self._visits[id(optimizer)] = Visit(optimizer, self._found_inf(grads))
+        visit.unscale(grads, scale)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Calls optimizer.step(*args, **kwargs) with unscaled gradients, unless one on any rank is not finite."""
@@ -79,40 +79,36 @@ class GradScaler(torch.amp.GradScaler):
             raise RuntimeError(
                 "a closure cannot be used with a loss scale: its gradients would need to be unscaled inside"
             )
-        scaled_step = self._scaled_steps.get(id(optimizer))
-        if scaled_step is not None and scaled_step.stepped:
+        visit = self._visits.get(id(optimizer))
+        if visit is not None and visit.stepped:
             raise RuntimeError("step() was already called for this optimizer since the last update()")
         if unscales_in_step(optimizer):
             grads = grads_of(optimizer)
             scale = self._current_scale(grads)
-            scaled_step = scaled_step or self._scaled_steps.setdefault(
-                id(optimizer), ScaledStep(optimizer, self._found_inf(grads))
-            )
-            scaled_step.prepare(scale)
-        elif scaled_step is None:
+            visit = visit or self._visits.setdefault(id(optimizer), Visit(optimizer, self._found_inf(grads)))
+            visit.prepare(scale)
+        elif visit is None:
             self.unscale_(optimizer)
-            scaled_step = self._scaled_steps[id(optimizer)]
-        return scaled_step.step(*args, **kwargs)
+            visit = self._visits[id(optimizer)]
+        return visit.step(*args, **kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Updates the scale after the steps of an iteration, or sets it to `new_scale`. Waits for the device."""
         if not self.is_enabled():
             return
         if new_scale is None:
-            if not self._scaled_steps or not self._scaled:
+            if not self._visits or not self._scaled:
                 raise RuntimeError(
                     "update() follows step() or unscale_(): no gradients were looked at since the last one"
                 )
-            self._loss_scale.update(
-                any(scaled_step.found_inf.item() != 0 for scaled_step in self._scaled_steps.values())
-            )
+            self._loss_scale.update(any(visit.found_inf.item() != 0 for visit in self._visits.values()))
         else:
             self._loss_scale.set(scale=float(new_scale))
         super().update(self._loss_scale.value)
-        for scaled_step in self._scaled_steps.values():
-            if scaled_step.deferred:
-                scaled_step.release()
-        self._scaled_steps.clear()
+        for visit in self._visits.values():
+            if visit.deferred:
+                visit.release()
+        self._visits.clear()
 
     def set_growth_factor(self, new_factor: float) -> None:
         self._loss_scale.set(growth_factor=new_factor)
@@ -140,7 +136,7 @@ class GradScaler(torch.amp.GradScaler):
         super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._scaled_steps:
+        if self._visits:
             raise RuntimeError("a GradScaler can be pickled before unscale_() and step(), or after update()")
         if self._process_group is not None:
             raise RuntimeError("a GradScaler with a process_group cannot be pickled or copied: save its state_dict()")

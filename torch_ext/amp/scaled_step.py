@@ -9,7 +9,7 @@ from torch_ext.optim.adamw import Adam
 from torch_ext.params import local_shard, param_groups, reducer_registry
 
 
-class ScaledStep:
+class Visit:
     """What a GradScaler has done with one optimizer since its last update()."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:

@@ -37,8 +37,8 @@ class SavedOptimizer(torch.optim.Optimizer):
         The tensors are logical: 8-bit and 16-bit scaled moments are decoded, masters reconstructed. A tensor that is
         stored in its logical form is returned itself. Any other is decoded when it is read; until then it changes with
         the training. Missing state is created as zeros, which changes no weight and no step count. An in-place write to
-        these tensors, as by torch.distributed.checkpoint.load, changes the optimizer's state, and replaces a
-        `load_state_dict` with them; it changes no weight, so load the model as well.
+        these tensors, as by torch.distributed.checkpoint.load, changes the optimizer's state, as `load_state_dict` with
+        them would. It changes no weight, so load the model as well.
 
         Never collective. The state of a DTensor is DTensors. Where parameters are cut over the ranks (strategies optim
         and optim_grads) tensors have the parameter's shape, but this rank's part of the elements only.

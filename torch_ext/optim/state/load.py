@@ -48,7 +48,7 @@ class _Losses:
         self.rounded: dict[str, list[str]] = defaultdict(list)
         """By key: some element was rounded."""
         self.dropped: list[str] = []
-        """The parameter has no master, and the saved one has more bits than the weight."""
+        """The parameter has no master, and the saved one has values that the weight cannot hold."""
         self.seeded: list[str] = []
         """The parameter has a master, and none was saved."""
         self.missing_emas: list[str] = []

@@ -71,7 +71,7 @@ class WeightChanges:
         return made
 
     def all_written(self) -> None:
-        """Called when states were loaded: says that nothing is known of the weights."""
+        """Called when states were loaded: marks all records, since how far weights moved is then unknown."""
         for kept in self._of.values():
             written(kept)
 
