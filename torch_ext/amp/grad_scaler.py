@@ -25,17 +25,19 @@ class GradScaler(torch.amp.GradScaler):
         scaler.update()
 
     Where torch.distributed is initialised, `unscale_` (or `step`, where it was not called) is collective: one
-    all-reduce over `process_group`, so that all its ranks skip the same steps. Optimizers of torch_ext unscale within
-    their step. `unscale_` of fp16 gradients, which torch refuses because they would underflow, leaves them scaled for
-    such an optimizer: its clip_grad_norm_ and its step take the scale into account; writing to them before the step is
-    an error. Where a gradient is not finite `optimizer.step` is not called: no counter, hook or average sees the step.
+    all-reduce over `process_group`, so that all its ranks skip the same steps. If a gradient is not finite,
+    `optimizer.step` is not called: no counter, hook or average sees the step.
+
+    Optimizers of torch_ext unscale within their step. torch rejects `unscale_` of fp16 gradients, because they would
+    underflow; here it leaves them scaled if the optimizer is one of torch_ext, whose step and clip_grad_norm_ take the
+    scale into account. Writing to such gradients before the step is an error.
 
     policy: of `load_policy`; its initial_loss_scale, min_loss_scale, loss_scale_growth_factor,
         loss_scale_backoff_factor, loss_scale_window (steps) and hysteresis (overflows) are this scale's.
     device: type of the device that losses and gradients are on: "cpu" or "cuda".
     process_group: of the ranks that skip the same steps; None: the default group, where there is one.
 
-    Also where frameworks make their own: Lightning's MixedPrecision(..., scaler=scaler), Accelerate's
+    Frameworks that make their own scaler take this one: Lightning by MixedPrecision(..., scaler=scaler), Accelerate by
     `accelerator.scaler = scaler` before `prepare`.
     """
 
@@ -47,8 +49,8 @@ class GradScaler(torch.amp.GradScaler):
         self._visits: dict[int, Visit] = {}
         self._scaled = False
         state = self._loss_scale.state_dict()
-        torchs = {key: state[key] for key in ("growth_factor", "backoff_factor", "growth_interval")}
-        super().__init__(device, init_scale=state["scale"], enabled=bool(policy.fp16), **torchs)
+        torch_options = {key: state[key] for key in ("growth_factor", "backoff_factor", "growth_interval")}
+        super().__init__(device, init_scale=state["scale"], enabled=bool(policy.fp16), **torch_options)
 
     def scale(self, outputs: Any) -> Any:
         """Multiplies losses (`outputs`: a tensor or an iterable of them) by the scale."""
@@ -70,7 +72,7 @@ class GradScaler(torch.amp.GradScaler):
         visit.unscale(grads, scale)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """optimizer.step(*args, **kwargs) with unscaled gradients, unless one of them, on any rank, is not finite."""
+        """Calls optimizer.step(*args, **kwargs) with unscaled gradients, unless one on any rank is not finite."""
         if not self.is_enabled():
             return optimizer.step(*args, **kwargs)
         if any(closure is not None for closure in (*args, kwargs.get("closure"))):  # Accelerate passes None
@@ -91,7 +93,7 @@ class GradScaler(torch.amp.GradScaler):
         return visit.step(*args, **kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Moves the scale after the steps of this iteration, or sets it to `new_scale`. Waits for the device."""
+        """Updates the scale after the steps of an iteration, or sets it to `new_scale`. Waits for the device."""
         if not self.is_enabled():
             return
         if new_scale is None:
@@ -121,11 +123,11 @@ class GradScaler(torch.amp.GradScaler):
         super().set_growth_interval(new_interval)
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's keys, and min_scale, hysteresis and _hysteresis_left; {} where disabled."""
+        """Returns torch's keys, and min_scale, hysteresis and _hysteresis_left; {} where disabled."""
         return self._loss_scale.state_dict() if self.is_enabled() else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what this class or torch.amp.GradScaler saved; what torch does not save stays as it is."""
+        """Loads what this class or torch.amp.GradScaler has saved; values that torch does not save stay unchanged."""
         if not self.is_enabled():
             return
         if not state_dict:
@@ -148,7 +150,7 @@ class GradScaler(torch.amp.GradScaler):
         return torch.full((), self._loss_scale.value, dtype=torch.float32, device=grads[0].device if grads else "cpu")
 
     def _found_inf(self, grads: list[Tensor]) -> Tensor:
-        """fp32, one element: whether a gradient on any rank is not finite."""
+        """Returns whether a gradient on any rank is not finite, as one fp32 element. Collective."""
         found_inf = measure(grads, float("inf"), dense.NONE).found_inf
         distributed, group = torch.distributed, self._process_group
         if group is not None or (distributed.is_available() and distributed.is_initialized()):

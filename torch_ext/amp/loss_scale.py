@@ -1,4 +1,4 @@
-"""The loss scale of a policy and its rule, which is in C (csrc/core/scale.c)."""
+"""The loss scale of a policy. The rule by which it grows and falls is in C (csrc/core/scale.c)."""
 
 import ctypes
 import functools
@@ -33,7 +33,7 @@ _FIELDS = {
 
 
 class LossScale:
-    """The scale, and when it grows and falls."""
+    """The scale and the state of its rule: factors, window, hysteresis, counts."""
 
     def __init__(self, policy: Policy) -> None:
         self._values = _Scale(size=ctypes.sizeof(_Scale))
@@ -43,7 +43,7 @@ class LossScale:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """torch.amp.GradScaler's keys, and min_scale, hysteresis and _hysteresis_left."""
+        """Returns torch.amp.GradScaler's keys, and min_scale, hysteresis and _hysteresis_left."""
         return {key: getattr(self._values, field) for key, field in _FIELDS.items()}
 
     @property
@@ -51,12 +51,12 @@ class LossScale:
         return float(self._values.scale)
 
     def update(self, found_inf: bool) -> None:
-        """After a step. found_inf: whether a gradient was not finite."""
+        """Updates the scale after a step. found_inf: whether a gradient was not finite."""
         _update()(ctypes.byref(self._values), found_inf)
 
     def set(self, **values: Any) -> None:
-        """Takes over values by keys of `state_dict` where C finds the result legal, else raises ValueError and changes
-        nothing."""
+        """Sets values by keys of `state_dict`. Raises ValueError, and changes nothing, for an unknown key or where the
+        library rejects the result."""
         if unknown := values.keys() - _FIELDS.keys():
             raise ValueError(f"{', '.join(sorted(unknown))} is nothing that a GradScaler saves")
         changed = _Scale.from_buffer_copy(self._values)

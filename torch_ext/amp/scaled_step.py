@@ -1,4 +1,4 @@
-"""What a loss scale does with one optimizer between two updates."""
+"""Unscaling and the step of one optimizer, between two update() calls of a GradScaler."""
 
 from typing import Any
 
@@ -10,18 +10,18 @@ from torch_ext.params import local_shard, param_groups, reducer_registry
 
 
 class Visit:
-    """Of one optimizer, since the last update."""
+    """What a GradScaler has done with one optimizer since its last update()."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
         """found_inf: one element, whether a gradient on any rank is not finite."""
         self.found_inf, self.stepped = found_inf, False
         self.deferred: list[tuple[Tensor, int]] = []
-        """fp16 gradients that stay scaled until the step, and their versions, since nothing may write to them."""
+        """fp16 gradients that stay scaled until the step, with their version counters: nothing may write to them."""
         self._optimizer: Any = optimizer
         self._unscaled = False
 
     def unscale(self, grads: list[Tensor], scale: Tensor) -> None:
-        """Divides the gradients by the scale, or, where some are fp16, has the step do so."""
+        """Divides the gradients by the scale, or leaves that to the step if some are fp16."""
         self._unscaled = True
         if any(g.dtype == torch.float16 for g in grads):
             self._optimizer.grad_scale = scale
@@ -31,7 +31,7 @@ class Visit:
                 torch._foreach_mul_(grads, scale.double().reciprocal().float())
 
     def prepare(self, scale: Tensor) -> None:
-        """Of an optimizer that unscales in its step, before it."""
+        """Sets grad_scale and found_inf on an optimizer that unscales in its step."""
         if any(g._version != version for g, version in self.deferred):
             raise RuntimeError(
                 "fp16 gradients were written between unscale_() and step(), while they still are scaled: clip with "
@@ -42,10 +42,10 @@ class Visit:
         self._optimizer.found_inf = self.found_inf
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """The optimizer's step, unless a gradient is not finite."""
+        """Calls the optimizer's step, unless a gradient is not finite."""
         result = None
         try:
-            if self.found_inf.item() != 0:  # update() waits for it anyway
+            if self.found_inf.item() != 0:  # waits for the device, as update() would have to anyway
                 self._skip()
             else:
                 result = self._optimizer.step(*args, **kwargs)
@@ -55,20 +55,20 @@ class Visit:
         return result
 
     def _skip(self) -> None:
-        """Leaves what a step leaves for those who count steps."""
+        """Counts a skipped step, and marks the optimizer as if its step had been called."""
         if isinstance(self._optimizer, Adam):
             self._optimizer._states.counts[0, 0] += 1
-        # By which LR schedulers know whether they are called before the optimizer is: they are not.
+        # LR schedulers warn if this is not set, because they would have been called before the optimizer.
         self._optimizer._opt_called = True
 
     def release(self) -> None:
-        """The optimizer has no scale from here on."""
+        """Removes grad_scale and found_inf from the optimizer."""
         for name in ("grad_scale", "found_inf"):
             self._optimizer.__dict__.pop(name, None)
 
 
 def grads_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """What this rank's step reads."""
+    """Returns the gradients that this rank's step reads."""
     everyone = param_groups.everyone(optimizer.param_groups)
     for owner in reducer_registry.owners_of(everyone):
         owner.before_step()
@@ -78,13 +78,14 @@ def grads_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def unscales_in_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer's step unscales gradients itself."""
     if isinstance(optimizer, Adam):
         return optimizer.unscales_in_step
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def refuse_underflow(optimizer: torch.optim.Optimizer, grads: list[Tensor]) -> None:
-    """ValueError where fp16 gradients would be unscaled in place."""
+    """Raises ValueError where fp16 gradients would be unscaled in place."""
     if any(g.dtype == torch.float16 for g in grads) and not unscales_in_step(optimizer):
         raise ValueError(
             "fp16 gradients would underflow when they are unscaled in place; use an optimizer of torch_ext without "

@@ -1,5 +1,5 @@
-"""The arguments of the optimizers' constructors: one signature for all of them, and what to write instead of names that
-other libraries have."""
+"""The arguments of the optimizers' constructors: one signature for several classes, and what to write instead of
+argument names of other libraries."""
 
 import difflib
 import functools
@@ -24,7 +24,7 @@ _NOT_MUONS = "torch.optim.Muon has none either, and the step is always fused; le
 _OF_ADAMW = "adamw={'lr': ..., 'betas': ..., 'eps': ..., 'weight_decay': ...} says it of what AdamW steps"
 
 _ELSEWHERE = {
-    # what people expect
+    # names that people expect
     **dict.fromkeys(("state_dtype", "states_dtype", "state_dtypes", "optim_dtype", "dtype", "state"), _STATES),
     **dict.fromkeys(("beta1", "beta2", "beta", "adam_beta1", "adam_beta2"), "betas=(beta1, beta2) takes both"),
     **dict.fromkeys(("learning_rate", "init_lr"), "it is lr here, as in torch.optim"),
@@ -34,7 +34,7 @@ _ELSEWHERE = {
     **dict.fromkeys(("momentum", "nesterov"), "the first of betas is Adam's momentum"),
     **dict.fromkeys(("betas", "adamw_betas", "adamw_lr", "adamw_eps", "adamw_weight_decay", "adamw_wd"), _OF_ADAMW),
     "named_parameters": "params takes model.named_parameters()",
-    # other classes of ours have these, or other functions
+    # arguments of our other classes and functions
     "states": "this class is states='8bit'; torch_ext.AdamW has the other words",
     "decoupled_weight_decay": _CLASS,
     "strategy": "torch_ext.parallelize(model, policy, strategy=...) takes it, before the optimizer steps",
@@ -75,7 +75,7 @@ _ELSEWHERE = {
     "correct_bias": "the averages are always corrected for their bias; leave it out",
     "no_deprecation_warning": "leave it out",
 }
-"""What to write instead of arguments of others."""
+"""What to write instead of an argument that a constructor does not have."""
 
 
 def _instead(name: str, known: list[str]) -> str:
@@ -91,7 +91,7 @@ def _instead(name: str, known: list[str]) -> str:
 
 
 def refuse_unknown(signature: inspect.Signature, options: dict[str, Any], kind: str) -> None:
-    """TypeError for a keyword that the signature has not, with what to write instead."""
+    """Raises TypeError for a keyword that is not in the signature, and says what to write instead."""
     known = [name for name in signature.parameters if name != "self"]
     for name in options:
         if name not in known:
@@ -112,15 +112,16 @@ def _bound(
 
 
 def constructor(init: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Any, P], None]:
-    """Of a method __init__: the same, and a keyword that it has not is refused with what to write instead."""
+    """Decorates an __init__: it then rejects an unknown keyword, and says what to write instead."""
     return _called(inspect.signature(init), init)
 
 
 def same_but(
     init: Callable[Concatenate[Any, P], None], without: tuple[str, ...], **defaults: Any
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """For a constructor that passes its arguments on to `init`: the same signature, for callers, help(), inspect and
-    type checkers, but for arguments that it has not and some that have other defaults."""
+    """Returns a decorator for a constructor that passes its arguments on to `init`. Callers, help(), inspect and type
+    checkers then see the signature of `init`, without the arguments in `without` and with `defaults` in place of its
+    own."""
     signature = inspect.signature(init)
     parameters = [p for p in signature.parameters.values() if p.name not in without]
     signature = signature.replace(

@@ -20,19 +20,19 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Clips gradients to a total norm; returns the true norm of all of them before, a one-element fp32 tensor.
+    """Clips gradients to a total norm. Returns the norm of all of them before clipping, a one-element fp32 tensor.
 
-    Given an optimizer of ours, or a framework's wrapper of one, it only reads: the next step multiplies by the
-    coefficient, max_norm / (norm + 1e-6) where that is below 1, and skips itself where the norm is not finite. The
-    coefficient is forgotten at zero_grad. Given parameters (or one tensor), gradients are multiplied in place, as
-    torch.nn.utils.clip_grad_norm_ does; a norm that is not finite turns all of them into NaN, so that no step can go
-    unnoticed. Where gradients are sharded, both are collective.
+    Given an optimizer of ours, or a framework's wrapper of one, it only reads the gradients: the next step multiplies
+    them by the coefficient, max_norm / (norm + 1e-6) where that is below 1, and is skipped if the norm is not finite.
+    zero_grad drops the coefficient. Given parameters (or one tensor), it multiplies gradients in place, as
+    torch.nn.utils.clip_grad_norm_ does; if the norm is not finite all gradients become NaN, so that a step with them
+    does not go unnoticed. Both are collective where gradients are sharded.
 
     optimizer_or_params: an optimizer, one tensor, or parameters; their gradients are fp32, bf16 or fp16.
     max_norm: > 0; math.inf only measures.
     norm_type: 2.
     error_if_nonfinite: RuntimeError where the norm is not finite, gradients untouched.
-    foreach: accepted and without effect: it always is one operator.
+    foreach: accepted and without effect: gradients always go to one operator.
 
     Raises ValueError for another max_norm or norm_type, TypeError for an optimizer whose step applies no coefficient.
     """
@@ -64,7 +64,8 @@ def clip_grad_norm_(
 
 
 def _measured(params: Sequence[Tensor], max_norm: float) -> tuple[Clipping, list[Tensor]]:
-    """The norm of these parameters' gradients, and what to multiply: `.grad`, or the shard that an owner has."""
+    """Measures the norm of these parameters' gradients. Returns it with the tensors to multiply: `.grad`, or the shard
+    that a reducer of ours has."""
     from torch_ext.params import local_shard, reducer_registry, shard_map
 
     for owner in reducer_registry.owners_of(params):

@@ -1,4 +1,4 @@
-"""The step of the parameters whose state lies beside them: one adamw_flat_ call for each batch."""
+"""The step of the parameters whose state is on their own device: one adamw_flat_ call for each batch."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,15 +16,15 @@ from torch_ext.tensors import dense
 
 
 class StepBatch(NamedTuple):
-    """What one call of the operator steps."""
+    """The parameters that one call of the operator steps."""
 
-    rows: list[int] | None  # which members; None: all of them
+    rows: list[int] | None  # indices of the members; None: all of them
     weights: list[Tensor]
     slices: Tensor
     meta: Tensor
-    gather: AllGatherTarget  # the bucket whose weights are gathered afterwards
-    signature: int  # of the weights, as they are to be
-    order: direct_call.Order  # in which everything lies
+    gather: AllGatherTarget  # the bucket whose weights are all-gathered after the call
+    signature: int  # of the dtypes and shapes that the weights must have
+    order: direct_call.Order  # notes of the operator: the address order of its tensors
 
     def of(self, grads: list[Tensor]) -> list[Tensor]:
         return grads if self.rows is None else [grads[i] for i in self.rows]
@@ -38,7 +38,7 @@ def _batch(
 
 
 class DeviceStep:
-    """The arguments of these calls, kept from step to step."""
+    """The arguments of the adamw_flat_ calls of a step, kept from step to step."""
 
     def __init__(
         self,
@@ -48,69 +48,74 @@ class DeviceStep:
         order: Sequence[AllGatherTarget],
         averaging: Averaging,
     ) -> None:
-        """grads, gathers: of each member. order: of all gathers, some of which may have no member here."""
+        """grads, gathers: of each member. order: all gathers in their order; some may have no member here."""
         self.members = members
         self._stepped = stepped = [m.weight for m in members]
         self._averaging = averaging.decay, averaging.every
         self._layouts = list(map(dense.dense_or_empty, stepped))
         self._copied = [(w, layout) for w, layout in zip(stepped, self._layouts, strict=True) if layout is not w]
         self.weights = list(map(dense.flat, self._layouts))
-        at_rest = [m.stored() for m in members]
-        self._states, slices = memories(at_rest)
-        self.state_memory = FixedMemory([t for row in at_rest for t in row if t is not None])
+        stored = [m.stored() for m in members]
+        self._states, slices = storages_and_slices(stored)
+        self.state_memory = FixedMemory([t for row in stored for t in row if t is not None])
         meta = torch.tensor(
             [(m.id, m.local.offset, m.group) for m in members], dtype=torch.int64, device="cpu"
         ).reshape(-1, 3)
         self.batches = self._batches(slices, meta, gathers, order)
-        self.sign_addresses()
-        # The operator sees where a parameter lies, and how; not of one that is passed as a view, or as a copy.
+        self.record_addresses()
+        # The operator checks address and strides of a parameter that it is passed itself, but not of one that it is
+        # passed as a view or a copy, and no addresses in a batch whose bucket is all-gathered.
         own = [w is m.param and g is None for m, w, g in zip(members, self.weights, gathers, strict=True)]
-        self.viewed = [m for m, is_own in zip(members, own, strict=True) if not is_own]
-        self.weight_memory = FixedMemory([m.place for m in self.viewed])
+        self.indirect = [m for m, is_own in zip(members, own, strict=True) if not is_own]
+        self.weight_memory = FixedMemory([m.place for m in self.indirect])
         plain = all(w is p and g.is_contiguous() for w, p, g in zip(self.weights, stepped, grads, strict=True))
         self._check_layouts = bool(self._copied) or not plain
 
     def _batches(
         self, slices: Tensor, meta: Tensor, gathers: Sequence[AllGatherTarget], order: Sequence[AllGatherTarget]
     ) -> list[StepBatch]:
-        """One for each bucket that is gathered after its step, so that gathers overlap with the steps of later ones."""
+        """Returns a batch for each bucket that is all-gathered after its step, so that its all-gather overlaps with the
+        steps of later buckets, and one for all other members."""
         self._slices, self._meta = slices, meta
         if all(gather is None for gather in order):
             return [_batch(None, self.weights, slices, meta)]
         rows: dict[AllGatherTarget, list[int]] = {gather: [] for gather in order}
         for i, gather in enumerate(gathers):
             rows[gather].append(i)
-        # What nobody gathers is the first of `order`: it may be refused and stepped again when it has been laid out
-        # anew, which is too late once a bucket is being gathered.
+        # Parameters without an all-gather come first in `order`: their call may be rejected and retried with gradients
+        # in another memory order. Once a bucket's all-gather has started, a retry would come too late.
         return [self.batch_of(chosen, gather) for gather, chosen in rows.items()]
 
     def batch_of(self, rows: list[int], gather: AllGatherTarget = None) -> StepBatch:
-        """Some members. gather: see StepBatch."""
+        """Returns a batch of the members with these indices. gather: see StepBatch."""
         weights = [self.weights[i] for i in rows]
         return _batch(rows, weights, self._slices[rows], self._meta[rows], gather)
 
-    def sign_addresses(self) -> None:
-        """Steps are refused where weights beside fp32 masters, but those that are gathered, lie elsewhere than now."""
-        watched = any(m.kinds.master == "master_param" for m in self.members)
+    def record_addresses(self) -> None:
+        """Records the addresses of the weights of members without an all-gather, if any member has an fp32 master. From
+        now on `run` with in_place=True raises if one of these weights has moved."""
+        has_fp32_master = any(m.kinds.master == "master_param" for m in self.members)
         own = [batch.weights for batch in self.batches if batch.gather is None]
-        self._addresses = param_form.address_signature(own[0]) if watched and own else 0
+        self._addresses = param_form.address_signature(own[0]) if has_fp32_master and own else 0
 
     @property
-    def in_parts(self) -> bool:
-        """Whether one call of the operator is not all of a step."""
+    def takes_several_calls(self) -> bool:
+        """Whether a step takes more than one call of the operator, or copies."""
         return len(self.batches) > 1 or bool(self._copied)
 
     def load_copies(self) -> None:
-        """Of weights that aren't dense: they are stepped as contiguous copies."""
+        """Copies weights that aren't dense to the contiguous copies that are stepped in their place."""
         for weight, copy in self._copied:
             copy.copy_(weight)
 
     def store_copies(self) -> None:
+        """Copies what was stepped back to the weights that aren't dense."""
         for weight, copy in self._copied:
             weight.copy_(copy)
 
     def lay_out(self, grads: list[Tensor], always: bool = False) -> list[Tensor]:
-        """The gradients in the memory order of what they step; themselves where all of them are in it already."""
+        """Returns the gradients in the memory order of their weights; unchanged if they already are. always: check each
+        gradient, in this and all later steps."""
         self._check_layouts |= always
         if not self._check_layouts:
             return grads
@@ -119,11 +124,12 @@ class DeviceStep:
         return list(map(dense.in_order_of, self._layouts, grads))
 
     def in_place(self, row: int) -> bool:
-        """Whether the member is stepped where it is, not as a copy."""
+        """Whether the member's weight itself is stepped, not a contiguous copy of it."""
         return self._layouts[row] is self._stepped[row]
 
-    def laid_out(self, row: int, grad: Tensor) -> Tensor:
-        """A gradient of the member in the memory order of what it steps. RuntimeError where it does not fit."""
+    def lay_out_one(self, row: int, grad: Tensor) -> Tensor:
+        """Returns a member's gradient in the memory order of its weight. RuntimeError where dtype or shape are not
+        legal."""
         refuse_grad(self.members[row], grad)
         return dense.in_order_of(self._layouts[row], grad)
 
@@ -136,10 +142,10 @@ class DeviceStep:
         external: int,
         in_place: bool = False,
     ) -> None:
-        """The operator. grads: of the batch. scalars: grad_scale, clip_coef, found_inf, and two counters (see
-        `OptimizerStates.counts`). external: tx_external_write. in_place: see `sign_addresses`. Counts no version up:
-        the caller does, of the parameters, when the last batch was stepped. RuntimeError, naming the parameter, where
-        the operator takes an argument not: nothing is written then."""
+        """Calls the operator for one batch. grads: of the batch. scalars: grad_scale, clip_coef, found_inf, and two
+        counters (see `OptimizerStates.counts`). external: tx_external_write. in_place: see `record_addresses`. The
+        caller increments the parameters' version counters, after the last batch. RuntimeError, naming the parameter,
+        where the operator rejects an argument: nothing is written then."""
         if not batch.weights:
             return
         addresses = self._addresses if in_place and batch.gather is None else 0
@@ -157,12 +163,13 @@ class DeviceStep:
             raise RuntimeError(named(str(refusal), [self.members[i].name for i in rows])) from None
 
 
-_LEAST_COLUMNS = 6  # of `slices`, as every step has them
+_LEAST_COLUMNS = 6  # tensors of ParamState.stored that are always passed: all up to the checksum
 
 
-def memories(rows: list[list[Tensor | None]]) -> tuple[list[Tensor], Tensor]:
-    """Whole memories, each once, and where in them the (dense) tensors of each row lie: int64 [rows, 3 each]. Columns
-    at the end that no row has are left out."""
+def storages_and_slices(rows: list[list[Tensor | None]]) -> tuple[list[Tensor], Tensor]:
+    """Returns the storages of all tensors in `rows`, each once, as flat tensors, and the slice of each (dense) tensor:
+    int64 [rows, 3 * columns] with the index of its storage, its offset and its numel. Columns at the end that are empty
+    in every row are left out."""
     found: list[Tensor] = []
     known: dict[tuple[int, torch.dtype], int] = {}
     slices: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""The average of its masters that an optimizer keeps: handed out, and swapped into the model."""
+"""The average of an optimizer's masters (ema_decay): as a state_dict, and swapped into the model."""
 
 import contextlib
 from collections.abc import Iterator
@@ -20,27 +20,27 @@ from torch_ext.params.param_groups import of_the_innermost
 
 
 class AveragingOptimizer(OptimizerBase):
-    """With ema_decay: what torch.optim.swa_utils.AveragedModel keeps beside the model."""
+    """An optimizer that keeps an average (ema_decay), as torch.optim.swa_utils.AveragedModel does of a model."""
 
     @of_the_innermost
     @contextlib.contextmanager
     def ema_weights(self) -> Iterator[None]:
-        """The model's weights are the averages, rounded to nearest, while the block runs (under no_grad): to evaluate
-        or save it.
+        """Replaces the model's weights by their averages, rounded to nearest, while the block runs (under no_grad): to
+        evaluate or save the model.
 
             with opt.ema_weights():
                 evaluate(model)
 
-        Afterwards they are what they were, bit for bit, also where the block raises; what was written to them inside is
-        lost. Takes memory for one more copy of this rank's weights. Where parameters are cut over the ranks every rank
-        enters, and entering and leaving are collective. A step inside is a RuntimeError, and so is a call without
+        Afterwards the weights are restored, bit for bit, also where the block raises; writes to them inside are lost.
+        Takes memory for one more copy of this rank's weights. Where parameters are cut over the ranks every rank must
+        enter, and entering and leaving are collective. step() inside raises RuntimeError, and so does a call without
         ema_decay.
         """
         self._refuse_without_average("ema_weights()")
         self.refuse_between("ema_weights()")
         self._open = "ema_weights(): parameters are their averages there"
         try:
-            with torch.no_grad(), _swapped(self._states):
+            with torch.no_grad(), _averages_as_params(self._states):
                 yield
         finally:
             self._open = ""
@@ -48,9 +48,9 @@ class AveragingOptimizer(OptimizerBase):
     @untraced
     @of_the_innermost
     def ema_state_dict(self) -> dict[str | int, Any]:
-        """The average of each parameter in fp32, with the keys of `master_state_dict()`: parameter names, or positions
-        where the optimizer does not know names. Tensors as those of `state_dict()`, to be read, not written. Before the
-        first step (of those that ema_every counts) it is the weights. RuntimeError without ema_decay."""
+        """Returns the average of each parameter in fp32. Keys are parameter names, or positions where the optimizer
+        does not know names. Values are tensors like those of `state_dict()`; they must not be written to. They are the
+        weights before the first step that updates the average (see ema_every). RuntimeError without ema_decay."""
         self._refuse_without_average("ema_state_dict()")
         return save.averages(self, self._logical_state_dict("ema_state_dict()"))
 
@@ -61,7 +61,8 @@ class AveragingOptimizer(OptimizerBase):
 
 
 @contextlib.contextmanager
-def _swapped(states: OptimizerStates) -> Iterator[None]:
+def _averages_as_params(states: OptimizerStates) -> Iterator[None]:
+    """Writes averages to the weights, and the weights back at the end. Collective where parameters are cut."""
     everyone = states.everyone()
     members = states.members(everyone, [p.requires_grad or states.is_made(p) for p in everyone])
     weights = [m.weight.detach().clone() for m in members]
@@ -69,17 +70,17 @@ def _swapped(states: OptimizerStates) -> Iterator[None]:
     try:
         _write(members, [_average_of(m, states.optimizer.averaging) for m in members], there)
         yield
-    finally:  # the next step compares them with their masters, and finds what it would have found
+    finally:  # these writes make the next step compare weights with masters: it finds what it would have found anyway
         complete(lambda: _write(members, weights, back))
 
 
 def _average_of(m: ParamState, averaging: Averaging) -> Tensor:
-    """The weight itself before the first step that makes one."""
+    """Returns the average, or the weight itself before the first step that makes an average."""
     return codec.decode(m.weight, m.state, m.kinds, EMA) if averaging.begun(m.state) else m.weight.detach()
 
 
 def _write(members: list[ParamState], values: list[Tensor], gathers: Gathers) -> None:
-    """To the weights that this rank steps, and from there to the ranks that have copies of them."""
+    """Copies the values to the weights that this rank steps, and all-gathers these to the ranks that have copies."""
     for m, value in zip(members, values, strict=True):
         m.weight.detach().copy_(value)
     gathers.run()

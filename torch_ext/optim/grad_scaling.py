@@ -1,4 +1,4 @@
-"""Gradients as the step will read them: their norm, the coefficient that clips them, the scale of the loss."""
+"""What the step applies to gradients as it reads them: the clip coefficient and the loss scale."""
 
 import math
 from collections.abc import Callable
@@ -18,23 +18,23 @@ from torch_ext.params.shard_map import ShardMap
 from torch_ext.tensors import dense
 
 Scalars: TypeAlias = tuple[Tensor, Tensor, Tensor]
-"""Of a step: grad_scale, clip_coef, found_inf."""
+"""grad_scale, clip_coef and found_inf of a step."""
 
 
 class GradScaling:
-    """Knows what was found out about the gradients, and what the step is to do about it; writes none of them. A
-    `clipped.Clipper`."""
+    """Keeps the clip coefficient and the loss scale that the next step applies to an optimizer's gradients; writes no
+    gradient itself. Implements `clipped.Clipper`."""
 
     def __init__(self, states: OptimizerStates, in_backward: StepInBackward) -> None:
         self._states, self._in_backward = states, in_backward
         self.refuse_clipping: Callable[[], None] | None = None
-        """RuntimeError, where gradients are stepped before they can be clipped."""
+        """Raises RuntimeError; set where gradients are stepped before they can be clipped."""
         self.clipping: Clipping | None = None
         self.clipped_in_place = False
-        """By torch's functions, since the last step or zero_grad."""
+        """Whether gradients were clipped in place since the last step or zero_grad (by torch's functions, say)."""
 
     def forget(self) -> None:
-        """A clip coefficient that no step has applied."""
+        """Drops a clip coefficient that no step has applied."""
         self.clipping = None
         self.clipped_in_place = False
 
@@ -50,7 +50,8 @@ class GradScaling:
     # -- what torch.amp.GradScaler sets on the optimizer for one step
 
     def refuse_local_scaler(self, shards: ShardMap) -> None:
-        """RuntimeError where overflow was looked for in `.grad`, which is not what is stepped."""
+        """Raises RuntimeError where a scaler has looked for overflow in `.grad`, but the gradients that are stepped are
+        shards elsewhere."""
         found_inf = vars(self._states.optimizer).get("found_inf")
         if found_inf is not None and shards.sharded and not is_agreed(found_inf):
             for name in ("grad_scale", "found_inf"):
@@ -58,7 +59,7 @@ class GradScaling:
             raise RuntimeError(errors.FOREIGN_SCALER)
 
     def scalars(self, clipping: Clipping | None) -> Scalars:
-        """grad_scale, clip_coef, found_inf; each an fp32 tensor of one element, or none."""
+        """Returns grad_scale, clip_coef and found_inf; each is an fp32 tensor of one element, or empty."""
         grad_scale, found_inf = self._scalar("grad_scale"), self._scalar("found_inf")
         if clipping is None:
             return grad_scale, dense.NONE, found_inf
@@ -66,14 +67,14 @@ class GradScaling:
         return grad_scale, clipping.clip_coef, both
 
     def unscales(self) -> bool:
-        """Whether the step does what a scaler left to it."""
+        """Whether a scaler has left unscaling, or skipping, to the step."""
         return not {"grad_scale", "found_inf"}.isdisjoint(vars(self._states.optimizer))
 
     def _scalar(self, name: str) -> Tensor:
         value, device = vars(self._states.optimizer).get(name), self._states.counts.device
         if value is None:
             return dense.NONE
-        if not isinstance(value, Tensor):  # a copy to a GPU would wait for it, where filling does not
+        if not isinstance(value, Tensor):  # filled on the device: a copy to a GPU would wait for it
             return torch.full((), value, dtype=torch.float32, device=device)
         return value.to(device, torch.float32)
 
@@ -105,8 +106,8 @@ class GradScaling:
         return measure(grads, max_norm, self._scalar("grad_scale"), parts, name_of)
 
     def current_clipping(self, shards: ShardMap, grads: list[Tensor], active: list[bool]) -> Clipping | None:
-        """The clipping that these gradients were given, that of the policy where nobody gave them one, or the check
-        that skip_nonfinite asks for."""
+        """Returns the clipping of these gradients: by clip_grad_norm_ if it was called for them, else by the policy's
+        clip_grad, else the check for finiteness that skip_nonfinite asks for; None where there is none of these."""
         optimizer, clipping = self._states.optimizer, self.clipping
         limit = None if self.clipped_in_place else optimizer.policy.clip_grad or None
         if clipping is not None and clipping.belongs_to(grads):

@@ -1,16 +1,17 @@
-"""step_in_backward=True without a process group: a parameter is stepped, and its gradient freed, once it is ready.
+"""step_in_backward=True without a process group: a gradient that is ready is applied to its parameter, and freed.
 
 Note [gradient release]
 
     IDLE -- a gradient is ready --> STEPPING -- backward ends --> STEPPED -- step() or zero_grad() --> IDLE
     STEPPING -- backward raises --> BROKEN -- zero_grad() or load_state_dict() --> IDLE
 
-Every parameter's post-accumulate hook leads here: it is called once in a backward, after all uses of the parameter.
-Gradients are kept until `_TOGETHER` elements are there, and then stepped by one call of the operator, which costs as
-much as stepping that many; all others at the end of the backward. Hyper-parameters are those of the first gradient.
+Every parameter has a post-accumulate hook, which autograd calls once in a backward, after all uses of the parameter. A
+call of the operator costs as much as stepping about `_FLUSH_NUMEL` elements. So gradients are kept until there are that
+many elements, and then stepped by one call; the rest is stepped at the end of the backward. Hyper-parameters are read
+at the first gradient of a backward.
 
-A parameter's step does not depend on the others, so the bits are those of a step after backward. What would have to be
-known of all gradients before the first is stepped (a norm, a loss scale, another backward's gradients) is refused.
+A parameter's step does not depend on other parameters, so the bits are those of a step after backward. Whatever needs
+all gradients before the first is stepped (a norm, a loss scale, another backward's gradients) is rejected.
 """
 
 import gc
@@ -27,17 +28,17 @@ from torch_ext.optim.released_step import ReleasedStep
 from torch_ext.optim.stepper import Stepper
 from torch_ext.params import local_shard, param_groups, reducer_registry
 
-_TOGETHER = 1 << 18
+_FLUSH_NUMEL = 1 << 18
 
 _ON = "step_in_backward=True"
 _HOW_TO_GO_ON = "load a checkpoint, or call zero_grad(), which keeps what was stepped and drops the other gradients"
 
-# Of parameters: by whom they are stepped in backward.
+# By id of a parameter: the parameter, and the GradientRelease that steps it in backward.
 _releases: "dict[int, tuple[weakref.ref[Tensor], weakref.ref[GradientRelease]]]" = {}
 
 
 def refuse_settings(policy: Any, skip_nonfinite: bool, offload_fraction: float) -> None:
-    """ValueError for what contradicts step_in_backward=True."""
+    """Raises ValueError for settings that contradict step_in_backward=True."""
     wanted = {
         "the policy's clip_grad": policy.clip_grad,
         "the policy's fp16 (a loss scale)": policy.fp16,
@@ -53,11 +54,11 @@ def refuse_settings(policy: Any, skip_nonfinite: bool, offload_fraction: float) 
 
 
 class GradientRelease:
-    """Of one optimizer."""
+    """Steps the parameters of one optimizer in backward, when their gradients are ready."""
 
-    def __init__(self, states: OptimizerStates, stepper: Stepper, may_change: Callable[[str], None]) -> None:
-        """may_change: RuntimeError where masters must not change now; must not hold the optimizer."""
-        self._states, self._stepper, self._may_change = states, stepper, may_change
+    def __init__(self, states: OptimizerStates, stepper: Stepper, refuse_change: Callable[[str], None]) -> None:
+        """refuse_change: raises RuntimeError where masters must not change now; must not keep the optimizer alive."""
+        self._states, self._stepper, self._refuse_change = states, stepper, refuse_change
         self._hooks: dict[int, Any] = {}
         self._step: ReleasedStep | None = None  # of the last backward
         self._clear()
@@ -66,16 +67,17 @@ class GradientRelease:
     def _clear(self) -> None:
         self._stepped: list[Tensor] = []
         self._pending: list[Tensor] = []
-        self._seen: set[int] = set()  # of both
+        self._seen: set[int] = set()  # ids of the parameters in both lists
         self._numel = 0
-        self._ended = False
-        self._ends: dict[int, weakref.ref[BackwardEnd]] = {}  # by graph task: of backwards that are running
+        self._backward_done = False
+        self._running_backwards: dict[int, weakref.ref[BackwardEnd]] = {}  # by graph task
 
     # -- parameters
 
     def follow(self, params: Iterable[Tensor], *, copied: bool = False) -> None:
-        """These are stepped in backward from here on, as far as they are trained. copied: of an optimizer that may be a
-        shallow copy of another, which steps them. ValueError where one cannot be."""
+        """Registers the hooks that step these parameters in backward, except frozen ones. copied: the optimizer may be
+        a shallow copy of another one, and parameters that the other one steps are left to it. ValueError where a
+        parameter cannot be stepped in backward."""
         for p in params:
             if id(p) in self._hooks or not p.requires_grad:
                 continue
@@ -87,15 +89,16 @@ class GradientRelease:
                     continue
                 raise ValueError(f"{_ON}: a parameter of shape {tuple(p.shape)} is stepped by another optimizer")
             _releases[id(p)] = weakref.ref(p), weakref.ref(self)
-            self._hooks[id(p)] = p.register_post_accumulate_grad_hook(weak_method(self._ready))
+            self._hooks[id(p)] = p.register_post_accumulate_grad_hook(weak_method(self._on_grad_ready))
 
     def remove(self) -> None:
-        """Another object steps them."""
+        """Removes the hooks, because another object steps the parameters from now on."""
         _remove(self._hooks)
 
     # -- in backward
 
-    def _ready(self, p: Tensor) -> None:
+    def _on_grad_ready(self, p: Tensor) -> None:
+        """The post-accumulate hook of p."""
         if not self._begin():
             return
         if id(p) in self._seen:
@@ -106,23 +109,24 @@ class GradientRelease:
         self._seen.add(id(p))
         self._pending.append(p)
         self._numel += p.numel()
-        if self._numel >= _TOGETHER:
+        if self._numel >= _FLUSH_NUMEL:
             self._flush()
 
     def _begin(self) -> bool:
-        """Whether the gradient that is ready is stepped here."""
+        """Whether this object steps the gradient that is ready. Starts a step at the first gradient of a backward."""
         task = torch._C._current_graph_task_id()
-        if task in self._ends:
+        if task in self._running_backwards:
             return True
-        if not any(end() is not None for end in self._ends.values()):
+        if not any(end() is not None for end in self._running_backwards.values()):
             self._refuse_broken("a backward")
             self._refuse_second()
             if not self._start():
                 return False
-        self._ends[task] = queue_backward_end(self._backward_ended, task)
+        self._running_backwards[task] = queue_backward_end(self._backward_ended, task)
         return True
 
     def _start(self) -> bool:
+        """Prepares the step of a backward; False where the parameters' reducers step in backward themselves."""
         everyone = self._states.everyone()
         owners = list(reducer_registry.owners_of(everyone))
         if owners:
@@ -130,7 +134,7 @@ class GradientRelease:
             return False
         optimizer = self._states.optimizer
         refuse_settings(optimizer.policy, optimizer.skip_nonfinite, 0)
-        self._may_change("a backward that steps")
+        self._refuse_change("a backward that steps")
         self._stepper.unfinished.refuse("a backward that steps")
         before = self._step
         self._clear()
@@ -141,10 +145,11 @@ class GradientRelease:
         return True
 
     def _flush(self) -> None:
+        """Steps the pending parameters, except those that are left to step(), and frees their gradients."""
         pending, self._pending, self._numel = self._pending, [], 0
         assert self._step is not None
         params, before = self._step.steppable(pending), len(self._stepped)
-        self._stepped += params  # an interrupt finds them perhaps stepped, and step() must not do it once more
+        self._stepped += params  # before the step: after an interrupt step() must not step them a second time
         try:
             with torch.no_grad():
                 self._step.run(params)
@@ -155,11 +160,12 @@ class GradientRelease:
             p.grad = None
 
     def _backward_ended(self, task: int) -> None:
-        self._ends.pop(task, None)
-        if not self._ends and self._step is not None:
+        """Called at the end of each backward, nested ones included; the last one steps what is pending."""
+        self._running_backwards.pop(task, None)
+        if not self._running_backwards and self._step is not None:
             self._flush()
             self._step.plan.mark_synced()
-            self._ended = True
+            self._backward_done = True
             if self._states.watcher is not None:
                 self._states.watcher.after_writing()
 
@@ -167,11 +173,11 @@ class GradientRelease:
 
     @property
     def stepped(self) -> bool:
-        """Whether something was stepped, and neither step() nor zero_grad() was called since."""
+        """Whether parameters were stepped in backward, and neither step() nor zero_grad() was called since."""
         return bool(self._stepped)
 
     def refuse_step(self, closure: Any) -> None:
-        """RuntimeError where step() cannot follow."""
+        """Raises RuntimeError where step() must not follow the last backward."""
         if closure is not None:
             raise RuntimeError(f"step(closure) with {_ON}: call backward() yourself, which steps, and then step()")
         scaled = [name for name in ("grad_scale", "found_inf") if name in vars(self._states.optimizer)]
@@ -191,22 +197,24 @@ class GradientRelease:
             )
 
     def refuse_clipping(self) -> None:
-        """RuntimeError: there is nothing to clip."""
+        """Raises RuntimeError: gradients are freed before they could be clipped."""
         raise RuntimeError(
             f"{_ON}: gradients are applied and freed before the norm of all is known; to clip them, leave out "
             "step_in_backward"
         )
 
     def finish(self) -> None:
-        """step() has stepped what was left, or zero_grad() dropped it, or another state was loaded."""
+        """Called when step() has stepped what was left, zero_grad() has dropped it, or a state was loaded. Registers
+        hooks for parameters that have become trainable."""
         self._clear()
         self.follow(self._states.everyone(), copied=True)
 
     # -- what is refused
 
     def _refuse_broken(self, doing: str) -> None:
-        """A backward raised; where nothing was stepped before, that is nobody's matter."""
-        if self._ended or not (self._ends or self._pending or self._stepped):
+        """Raises RuntimeError after a backward that raised when it had stepped some parameters. If it had stepped none,
+        only forgets its gradients."""
+        if self._backward_done or not (self._running_backwards or self._pending or self._stepped):
             return
         if self._stepped:
             raise RuntimeError(
@@ -241,7 +249,7 @@ def _remove(hooks: dict[int, Any]) -> None:
 
 
 def _refuse_owners(owners: Iterable[reducer_registry.GradientReducer]) -> None:
-    """RuntimeError where the policy of a model that was parallelized says something else."""
+    """Raises RuntimeError where the model was parallelized with a policy without step_in_backward."""
     if not all(owner.steps_in_backward for owner in owners):
         raise RuntimeError(
             f"{_ON} of an optimizer whose model was parallelized without it: a gradient is reduced before it is "
@@ -251,8 +259,9 @@ def _refuse_owners(owners: Iterable[reducer_registry.GradientReducer]) -> None:
 
 
 def _refuse_ddp(params: Sequence[Tensor]) -> None:
-    """RuntimeError where DistributedDataParallel reduces these gradients, which it does after they are ready. Torch
-    knows its modules nowhere, so they are looked for among all objects, where there are other ranks."""
+    """Raises RuntimeError where DistributedDataParallel reduces these gradients, which it does after they are ready.
+    torch keeps no list of DistributedDataParallel modules, so all Python objects are searched if there are other
+    ranks."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
         return

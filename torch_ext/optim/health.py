@@ -19,23 +19,23 @@ _CALL = "health()"
 
 
 class MeasuringOptimizer(AveragingOptimizer):
-    """Other steps cost nothing more."""
+    """An optimizer that measures a step where it is asked to; other steps cost nothing more."""
 
     @of_the_innermost
     def measure_health(self) -> None:
-        """The next step measures itself, for `health()`; on every rank alike. Not one that is captured into a
-        CUDA graph."""
+        """Makes the next step measure itself, for `health()`. Call it on every rank. A step that is captured into a
+        CUDA graph cannot measure itself."""
         self.refuse_between("measure_health()")
         self._states.measuring.next = Measurement()
         self._stepper.drop_plan()
 
     @of_the_innermost
     def health(self) -> Health:
-        """What the step after `measure_health()` found of each parameter: rms(update) / rms(weight), the share of
-        weights that moved, that of updates below half an ulp of their weight, and the largest weight.
+        """Returns what the step after `measure_health()` measured for each parameter: rms(update) / rms(weight), the
+        share of weights that moved, the share of updates below half an ulp of their weight, and the largest weight.
 
-        Of whole parameters: where they are cut over ranks this is collective, as clip_grad_norm_, and every rank gets
-        the same. RuntimeError where no step was asked to measure, or none came since.
+        The figures are of whole parameters: where they are cut over ranks this is collective, as clip_grad_norm_ is,
+        and every rank gets the same. RuntimeError where no step was asked to measure, or none came since.
         """
         measured = self._states.measuring.last
         if measured is None:
@@ -48,6 +48,7 @@ class MeasuringOptimizer(AveragingOptimizer):
 
 
 def _read(states: OptimizerStates, measured: Measurement) -> list[ParamHealth]:
+    """Returns the measurements of the parameters that the measured step has stepped. Collective where they are cut."""
     everyone = states.everyone()
     shards = states.current_shards(everyone)
     keys, kept = param_groups.keys(states.groups), param_groups.kept_32bit(states.groups)
@@ -62,7 +63,7 @@ def _read(states: OptimizerStates, measured: Measurement) -> list[ParamHealth]:
     roundings = [group["weight_rounding"] for group in states.groups for _ in group["params"]]
     found = []
     for i, (p, row) in enumerate(zip(everyone, table, strict=True)):
-        if not row.any():  # no step took it
+        if not row.any():  # the measured step did not step it
             continue
         kinds = StateDtypes.of(policy, p.dtype, p.numel(), kept[i])
         keeps = kinds.master is not None or p.dtype == torch.float32 or roundings[i] != "nearest"
@@ -71,7 +72,7 @@ def _read(states: OptimizerStates, measured: Measurement) -> list[ParamHealth]:
 
 
 def _on_host(rows: Sequence[Tensor | None]) -> Tensor:
-    """Zeros where there is none."""
+    """Returns the rows as one table on the host, with zeros where a row is None."""
     table = torch.zeros((len(rows), constants.HEALTH_LEN), dtype=torch.int64, device="cpu")
     for device in dict.fromkeys(row.device for row in rows if row is not None):
         there = [(at, row) for at, row in enumerate(rows) if row is not None and row.device == device]
@@ -80,7 +81,8 @@ def _on_host(rows: Sequence[Tensor | None]) -> Tensor:
 
 
 def _summed(rows: Tensor, groups: Sequence[torch.distributed.ProcessGroup], device: torch.device) -> Tensor:
-    """Of all ranks: integers, of which all are added but the last, the pattern of the largest weight."""
+    """Returns the rows reduced over all ranks. Columns are integers: the last is the bit pattern of the largest weight,
+    of which the maximum is taken; all others are summed."""
     sums, largest = rows[:, :-1].contiguous().to(device), rows[:, -1].contiguous().to(device)
     for group in groups:
         group_calls.all_reduce(sums, group, _CALL)

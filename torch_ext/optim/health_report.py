@@ -1,4 +1,4 @@
-"""What a measured step says of each parameter: read off its sums, printed, as numbers, and as warnings."""
+"""The result of a measured step, parameter by parameter: as a table, as numbers, and as warnings."""
 
 import ctypes
 import functools
@@ -11,14 +11,14 @@ from torch import Tensor
 from torch_ext.native import library, structs
 from torch_ext.native.adamw_args import TensorArgument, argument
 
-_LARGE_RATIO = 0.1  # of rms(update) to rms(weight): usual are 1e-4 to 1e-2
-_LOST = 0.5  # share of updates
+_LARGE_RATIO = 0.1  # rms(update) / rms(weight) above which there is a warning; usual are 1e-4 to 1e-2
+_LOST = 0.5  # the share of lost updates above which there is a warning
 _LARGEST_FP16 = 65504.0
 
 
 @structs.mirror("tx_health")
 class _Sums(library.Struct):
-    """What the library reads off a row."""
+    """The figures that the library computes from a row of tx_adamw_args.healths."""
 
 
 @functools.cache
@@ -27,22 +27,23 @@ def _health_of() -> Callable[..., None]:
 
 
 class ParamHealth(NamedTuple):
-    """Of one parameter in one step."""
+    """The measurements of one parameter in one step."""
 
     name: str
     elements: int
     update_rms: float
-    """Of what its masters changed by; NaN where a weight is not finite."""
+    """rms of the change of its masters; NaN where a weight is not finite."""
     weight_rms: float
-    """Of its masters (of its weights, where there are none)."""
+    """rms of its masters (of its weights, where there are none)."""
     moved: float
     """The share of weights whose bits changed."""
     below_half_ulp: float
-    """The share of updates below half an ulp of their weight; without masters, of weights that stayed."""
+    """The share of updates below half an ulp of their weight; without masters, the share of weights that did not
+    change."""
     largest_weight: float
     keeps: bool
-    """Whether updates that are too small for the weight are not lost: it has a master, is fp32, or is not rounded to
-    nearest."""
+    """Whether it keeps updates that are too small for the weight's dtype: it has a master, is fp32, or is not rounded
+    to nearest."""
     fp16: bool
 
     @property
@@ -54,14 +55,14 @@ class ParamHealth(NamedTuple):
 
     @classmethod
     def of(cls, name: str, row: Tensor, keeps: bool, fp16: bool) -> "ParamHealth":
-        """row: of tx_adamw_args.healths, on the host."""
+        """Computes the measurements from a row of tx_adamw_args.healths, which is on the host."""
         sums = _Sums(ctypes.sizeof(_Sums))
         _health_of()(argument(row), ctypes.byref(sums))
         numbers = (sums.update_rms, sums.weight_rms, sums.moved, sums.below, sums.largest)
         return cls(name, sums.elements, *numbers, keeps, fp16)
 
     def warnings(self) -> Iterator[str]:
-        """What is worth one, in words."""
+        """Yields a sentence for each measurement that deserves a warning."""
         if not math.isfinite(self.update_rms) or not math.isfinite(self.largest_weight):
             yield f"{self.name}: a weight is not finite, or too large to be squared"
             return
@@ -92,13 +93,14 @@ class Health:
 
     @property
     def warnings(self) -> list[str]:
-        """What is worth one, in words; empty where all is well."""
+        """A sentence for each measurement that deserves a warning; empty where all is well."""
         if not self.params:
             return ["nothing was measured: the step was left out, since a gradient was not finite"]
         return [text for p in self.params for text in p.warnings()]
 
     def as_dict(self, prefix: str = "health/") -> dict[str, float]:
-        """Numbers by "health/update_ratio/layer.weight", and so moved, below_half_ulp and largest_weight."""
+        """Returns the numbers by keys such as "health/update_ratio/layer.weight"; likewise moved, below_half_ulp and
+        largest_weight."""
         keys = ("update_ratio", "moved", "below_half_ulp", "largest_weight")
         return {f"{prefix}{key}/{p.name}": float(getattr(p, key)) for key in keys for p in self.params}
 

@@ -16,15 +16,15 @@ from torch_ext.params import param_groups
 
 
 def resync(states: OptimizerStates, stepper: Stepper, force: bool) -> int:
-    """Of all parameters that have a master; the number of elements that changed. A loop may call this in each step, so
-    that the plan stands."""
+    """Resyncs all parameters that have a master; returns how many elements changed. Keeps the plan of the last step,
+    since a loop may call this in each step."""
     everyone = states.everyone()
     plan = stepper.standing_plan()
-    having = [not {"master_param", "master_remainder"}.isdisjoint(states.at_rest(p)) for p in everyone]
-    stepped = None if plan is None else plan.those(having)
+    has_master = [not {"master_param", "master_remainder"}.isdisjoint(states.stored_state(p)) for p in everyone]
+    stepped = None if plan is None else plan.selected_members(has_master)
     if plan is None:
         states.refuse_converted(zip(param_groups.names(states.groups), everyone, strict=True))
-    members = states.members(everyone, having) if stepped is None else stepped
+    members = states.members(everyone, has_master) if stepped is None else stepped
     if (watcher := states.watcher) is not None:
         watcher.before_writing()
     changed = int(masters.resync(members, force).sum())
@@ -37,36 +37,37 @@ def resync(states: OptimizerStates, stepper: Stepper, force: bool) -> int:
     return changed
 
 
-def seed(states: OptimizerStates, stepper: Stepper, state_dict: Mapping[str, Any]) -> int:
-    """Masters from a model's state_dict in higher precision, made where there are none yet; the number of elements that
-    changed."""
+def seed_masters(states: OptimizerStates, stepper: Stepper, state_dict: Mapping[str, Any]) -> int:
+    """Copies masters from a model's state_dict in higher precision, and creates them where there are none yet; returns
+    how many elements changed."""
     everyone, policy = states.everyone(), states.optimizer.policy
-    having = [
+    has_master = [
         p.requires_grad and StateDtypes.of(policy, p.dtype, p.numel(), False).master is not None for p in everyone
     ]
-    members = states.members(everyone, having)
-    changed = master_weights.seed(members, _keys(states, having), state_dict)
+    members = states.members(everyone, has_master)
+    changed = master_weights.seed_masters(members, _keys(states, has_master), state_dict)
     mark_synced(states, stepper, members)
     return changed
 
 
 @contextlib.contextmanager
-def opened(states: OptimizerStates, stepper: Stepper) -> Iterator[dict[str | int, Tensor]]:
-    """Parameters are their masters inside; see `Adam.master_weights`."""
+def masters_as_params(states: OptimizerStates, stepper: Stepper) -> Iterator[dict[str | int, Tensor]]:
+    """Turns parameters into their masters inside the block; see `Adam.master_weights`."""
     everyone = states.everyone()
     trained = [p.requires_grad for p in everyone]
     members = states.members(everyone, trained)
     with_master = [m for m in members if m.kinds.master]
-    _notice_writes(states, with_master)
+    _resync_or_refuse(states, with_master)
     try:
-        with master_weights.opened(members, _keys(states, trained)) as found:
+        with master_weights.masters_as_params(members, _keys(states, trained)) as found:
             yield found
     finally:
         mark_synced(states, stepper, with_master)
 
 
-def _notice_writes(states: OptimizerStates, members: list[ParamState]) -> None:
-    """As a step would, which masters that are weights for a while hide them from."""
+def _resync_or_refuse(states: OptimizerStates, members: list[ParamState]) -> None:
+    """Resyncs or rejects weights that were modified outside the optimizer, as a step would. Afterwards it would be too
+    late: the block writes masters back to the weights."""
     how = states.optimizer.on_external_write
     if how == "error":
         masters.refuse_modified(members)
@@ -79,6 +80,6 @@ def _keys(states: OptimizerStates, wanted: list[bool]) -> list[str | int]:
 
 
 def mark_synced(states: OptimizerStates, stepper: Stepper, members: list[ParamState]) -> None:
-    """Their masters round to their weights."""
+    """Records that the members' masters round to their weights now."""
     stepper.drop_plan()
     states.synced.update({m.param: SyncedVersion.of(m) for m in members if m.kinds.master == "master_param"})

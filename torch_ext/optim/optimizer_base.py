@@ -15,7 +15,7 @@ from torch_ext.optim import torch_clip_functions
 from torch_ext.optim.cpu_offload.host_states import HostStates
 from torch_ext.optim.grad_scaling import GradScaling
 from torch_ext.optim.gradient_release import GradientRelease, refuse_settings
-from torch_ext.optim.optimizer_states import OptimizerStates, go_on_from, refuse_group
+from torch_ext.optim.optimizer_states import OptimizerStates, inherit_requests, refuse_group
 from torch_ext.optim.saved_optimizer import SavedOptimizer
 from torch_ext.optim.state import access, flattened, load
 from torch_ext.optim.step_in_backward import StepInBackward
@@ -25,14 +25,14 @@ from torch_ext.params.param_groups import Params
 from torch_ext.policy.policy import Policy
 from torch_ext.tensors import offload_guard
 
-_KEPT = ("policy", "skip_nonfinite", "on_external_write", "step_in_backward", "_keep_32bit", "averaging")  # by a pickle
+_PICKLED = ("policy", "skip_nonfinite", "on_external_write", "step_in_backward", "_keep_32bit", "averaging")
 
 _ON_EXTERNAL_WRITE = ("resync", "error", "ignore")
 
 
 @contextmanager
-def _refused_twice() -> Iterator[None]:
-    """ValueError for a parameter that is twice in one group, of which torch warns."""
+def _reject_duplicates() -> Iterator[None]:
+    """Raises ValueError where torch only warns: for a parameter that is twice in one group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "optimizer contains a parameter group with duplicate parameters")
         try:
@@ -42,20 +42,20 @@ def _refused_twice() -> Iterator[None]:
 
 
 class OptimizerBase(SavedOptimizer):
-    """Parameters in the dtypes of a policy and their states: everything but the step.
+    """A torch.optim.Optimizer of parameters in the dtypes of a policy: groups, states and pickling, without the step.
 
-    It holds the parts that do the work, which find parameters, groups and states here: users and frameworks may put
-    others there. What a pickle does not keep is made anew (`_assemble`).
+    The parts that do the work (OptimizerStates, Stepper, ...) read parameters, groups and states from this object each
+    time, since users and frameworks may replace them here. `_assemble` recreates the parts that a pickle does not keep.
     """
 
-    _decoupled: bool | None = None  # whether groups decouple weight decay unless they say; None: as what is loaded says
+    _decoupled: bool | None = None  # whether groups decouple weight decay by default; None: as the loaded state says
 
     _scaling: GradScaling
-    _keep_32bit: keep_32bit.Selection | None = None  # for groups that are added; None: of an older pickle
-    step_in_backward = False  # of an older pickle
+    _keep_32bit: keep_32bit.Selection | None = None  # applied to groups that are added; None: from an older pickle
+    step_in_backward = False  # the value where an older pickle has none
     _release: GradientRelease | None = None
-    _given: Mapping[str, Any] = types.MappingProxyType({})  # arguments of the constructor; a copy does not know them
-    compared_ranks = False  # whether the ranks have compared what they keep (state/agreement.py)
+    _given: Mapping[str, Any] = types.MappingProxyType({})  # arguments of the constructor; empty in a copy
+    compared_ranks = False  # whether the ranks have compared the dtypes of their states (state/agreement.py)
 
     def __init__(
         self,
@@ -87,11 +87,11 @@ class OptimizerBase(SavedOptimizer):
     def _assemble(
         self, host: HostStates, counts: Tensor, forms: dict[Tensor, Any], known: OptimizerStates | None = None
     ) -> None:
-        """The parts, which know nothing yet but what a pickle keeps. known: those that are replaced by a load."""
+        """Creates the parts from what a pickle keeps. known: the OptimizerStates that a load replaces."""
         in_backward = StepInBackward()
         states = OptimizerStates(self, host, counts, forms)
-        if known is not None:  # before they are ours: a load that is interrupted then is done again, from them
-            go_on_from(known, states)
+        if known is not None:  # before self._states is set: a load that is interrupted here can be repeated
+            inherit_requests(known, states)
         self._states = states
         self._scaling = GradScaling(self._states, in_backward)
         self._stepper = Stepper(self._states, self._scaling, in_backward)
@@ -99,7 +99,7 @@ class OptimizerBase(SavedOptimizer):
         if self._release is not None:
             self._release.remove()
         if self.step_in_backward:
-            self._release = GradientRelease(self._states, self._stepper, weak_method(self._masters_may_change))
+            self._release = GradientRelease(self._states, self._stepper, weak_method(self._before_master_change))
             torch_clip_functions.route()
             clipped.watch(self._scaling)
             self._scaling.refuse_clipping = weak_method(self._release.refuse_clipping)
@@ -108,13 +108,14 @@ class OptimizerBase(SavedOptimizer):
             clipped.watch(self._scaling)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. Refused, with what to do about it: parameters that are twice in it or share memory, complex,
-        sparse, meta and inference tensors, other dtypes than float32, bfloat16 and float16; hyper-parameters that are
-        no numbers, or not legal ones; and arguments of the constructor that a group cannot have, `policy` among them.
+        """Adds a group, as torch's does. Raises, and says what to do, for parameters that are twice in it or share
+        memory; for complex, sparse, meta and inference tensors; for dtypes other than float32, bfloat16 and float16;
+        for hyper-parameters that are no numbers, or not legal ones; and for arguments of the constructor that a group
+        cannot have, `policy` among them.
         """
         before = len(self.param_groups)
         try:
-            with _refused_twice():
+            with _reject_duplicates():
                 super().add_param_group(param_group)
             group = self.param_groups[before]
             own = self.policy, self.averaging, self.refuse_hyper, self._given
@@ -129,11 +130,12 @@ class OptimizerBase(SavedOptimizer):
             self._release.follow(group["params"])
 
     def _drop_groups(self, first: int) -> None:
-        """Those that were added, and then refused or interrupted."""
+        """Removes the groups from `first` on, whose addition raised or was interrupted."""
         del self.param_groups[first:]
-        self._states.drop_gone(self._states.everyone())
+        self._states.drop_removed(self._states.everyone())
 
-    def _masters_may_change(self, doing: str) -> None:
+    def _before_master_change(self, doing: str) -> None:
+        """Called before masters are written: RuntimeError where they must not be. Drops a consolidated state_dict."""
         self._refuse_open(doing)
         self._consolidated = None
 
@@ -143,20 +145,21 @@ class OptimizerBase(SavedOptimizer):
         doing = "an optimizer is pickled or copied"
         self._refuse_open(doing)
         offload_guard.refuse_states(self, doing)
-        own = {key: self.__dict__[key] for key in _KEPT if key in self.__dict__}
+        own = {key: self.__dict__[key] for key in _PICKLED if key in self.__dict__}
         states = self._states
         states.host.follow_moved(states.everyone(), self.state)
         parts = {"_counts": states.counts, "_host": states.host, "_forms": states.forms_to_keep()}
         return super().__getstate__() | own | parts
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a pickle, a copy, or what load_state_dict and parallelize make of states (`load.EncodedEntry`)."""
+        """Restores a pickle or a copy, or installs states that load_state_dict or parallelize has encoded
+        (`load.EncodedEntry`)."""
         before, entries = self.__dict__.get("state", {}), state["state"]
         known = None if "_host" in state else self._states
         self._half_loaded = known is not None
         host = state["_host"] if known is None else known.host
         counts = state["_counts"] if known is None else known.counts
-        groups = state["param_groups"] if known is None else self.param_groups  # before a load, whose may be Adam's
+        groups = state["param_groups"] if known is None else self.param_groups  # not the loaded ones: may be Adam's
         decoupled = [self._decoupled and group.get("decoupled_weight_decay", True) for group in groups]
         loaded = all(isinstance(value, load.EncodedEntry) for value in entries.values())
         if loaded and len(before):
@@ -166,10 +169,10 @@ class OptimizerBase(SavedOptimizer):
                 entries[key] = host.put(key, value.state) if value.host else value.state
         super().__setstate__({key: value for key, value in state.items() if key not in ("_counts", "_host", "_forms")})
         if not isinstance(entries, access.TrackedState):  # a shallow copy of an optimizer shares its state
-            # What was loaded is ours alone, unless it was handed out by us before.
+            # No code outside the optimizer has loaded states, unless opt.state was exposed before the load.
             exposed = not loaded or (len(before) > 0 and access.exposed(before))
             self.state = access.TrackedState.of(entries, exposed, make=self._make_first_state)
-        forms = dict(state.get("_forms", {}))  # a load has none: for parameters as they are
+        forms = dict(state.get("_forms", {}))  # none in a load, whose states are for the parameters as they are now
         self._assemble(host, counts, forms, known)
         self._states.note_forms(self._states.everyone())
         for group, own in zip(self.param_groups, decoupled, strict=True):
@@ -180,11 +183,11 @@ class OptimizerBase(SavedOptimizer):
         self._half_loaded = False
 
     def _fill(self, group: dict[str, Any], decoupled: bool | None) -> None:
-        """What a group lacks that was saved by another optimizer or version."""
+        """Adds the keys that a group saved by another optimizer or version lacks."""
         param_groups.fill(group, self.defaults, decoupled)
 
-    def _make_first_state(self) -> None:  # of an optimizer that has nothing but steps
-        flattened.patch()  # torch.distributed.checkpoint asks for state before it loads some
+    def _make_first_state(self) -> None:  # where there are step counts only
+        flattened.patch()  # torch.distributed.checkpoint asks for state before it loads a state_dict
         if not self._open and not self._states.any_made():
             self._states.make_all()
 
@@ -192,41 +195,41 @@ class OptimizerBase(SavedOptimizer):
 
     @property
     def adamw_groups(self) -> list[dict[str, Any]]:
-        """The groups as AdamW's: with its hyper-parameters."""
+        """The parameter groups with AdamW's hyper-parameters."""
         return self.param_groups
 
     def stepped_in_backward(self) -> bool:
-        """Whether something was stepped in backward, and step() is still to come."""
+        """Whether some parameters were stepped in backward, and step() was not called since."""
         return self._stepper.stepped_in_backward() or (self._release is not None and self._release.stepped)
 
     def refuse_between(self, doing: str) -> None:
-        """RuntimeError after a backward that stepped, before step()."""
+        """Raises RuntimeError between a backward that stepped parameters and the step() that follows it."""
         if self.stepped_in_backward():
             raise RuntimeError(f"{doing} after a backward that stepped some weights already: call step() first")
 
     def refuse_unfinished(self, doing: str) -> None:
-        """RuntimeError after a step that was interrupted when it had perhaps stepped some parameters."""
+        """Raises RuntimeError after a step that was interrupted when it may have stepped some parameters."""
         self._stepper.unfinished.refuse(doing)
 
     # -- what offloading asks (see offloading/offload.py) --------------------------------------------------------------
 
     def refuse_moving(self, doing: str) -> None:
-        """RuntimeError where memory of parameters or states must stay."""
+        """Raises RuntimeError where the memory of parameters or states must not move now."""
         self._refuse_open(doing)
         if self._states.watcher is not None:
             self._states.watcher.weights_move()
 
     def stays(self) -> Iterable[Tensor]:
-        """States that live on the host, and do not move."""
+        """Returns the state tensors that are always on the host, and so are not offloaded."""
         return self._states.host.tensors()
 
     def weights_moved(self, params: Iterable[Tensor], away: bool) -> None:
-        """The memory of parameters is offloaded (away), or there again with its content."""
+        """Called when the memory of parameters was offloaded (away), or is allocated again with its content."""
         if self._states.watcher is not None:
             self._states.watcher.weights_moved(params, away)
 
     def memory_released(self, grads: bool) -> None:
-        """Memory is offloaded, that of gradients (grads) or not: what was made for its content is dropped."""
+        """Called when memory was offloaded: drops what was computed for its content. grads: gradients were, too."""
         self._stepper.drop_plan()
         if grads:
             self._scaling.clipping = None

@@ -1,4 +1,4 @@
-"""What is trained: parameters and their groups, where this rank's parts of them lie, and their stored state."""
+"""Parameters and their groups, this rank's parts of them, and their stored state."""
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -21,7 +21,7 @@ from torch_ext.tensors import dense, offload_guard
 
 
 class Settings(Protocol):
-    """What the parts of an optimizer read of it: users and frameworks may put other values, groups and states there."""
+    """The attributes that the parts of an optimizer read from it, since users and frameworks may replace them there."""
 
     policy: Policy
     skip_nonfinite: bool
@@ -33,25 +33,25 @@ class Settings(Protocol):
 
     @property
     def adamw_groups(self) -> list[dict[str, Any]]:
-        """The groups as AdamW's: with its hyper-parameters."""
+        """The parameter groups with AdamW's hyper-parameters."""
         ...
 
 
 class OptimizerStates:
-    """Finds the parameters' states, and makes them where they are missing; steps nothing."""
+    """Finds the stored states of an optimizer's parameters, and creates them where they are missing."""
 
     def __init__(
         self, optimizer: Settings, host: HostStates, counts: Tensor, forms: dict[Tensor, param_form.Form]
     ) -> None:
-        self._optimizer = weakref.ref(optimizer)  # which holds this object, and shall go without the garbage collector
+        self._optimizer = weakref.ref(optimizer)  # weak: a cycle would be freed by the garbage collector only
         self.host = host
         self.counts = counts
-        """Steps skipped, elements whose master became the weight: by the first call of the operator in a step, by
-        others (which skip the same step once more). int64 [2, 2], beside the parameters."""
+        """int64 [2, 2], on the parameters' device: steps skipped, elements whose master became the weight. Row 0: of
+        the first call of the operator in a step; row 1: of later calls, which count a skipped step again."""
         self.synced: dict[Tensor, SyncedVersion] = {}
-        """Of fp32 masters: what is known without the plan of the last step, which knows better."""
+        """Parameters whose fp32 masters are known to round to their weights; the last step's plan may know better."""
         self.changes: WeightChanges | None = None
-        """What steps say of the weights that they change, where somebody publishes these."""
+        """What steps record about changed weights for a weight publisher; None where there is none."""
         self.measuring = Measuring()
         self._forms = forms  # of the parameters that have state
         self._shards: shard_map.ShardMap | None = None
@@ -72,7 +72,7 @@ class OptimizerStates:
 
     @property
     def watcher(self) -> Watcher | None:
-        """Who publishes the weights."""
+        """The publisher of the weights, if there is one."""
         known = None if self.changes is None else self.changes.watcher
         return None if known is None else known()
 
@@ -82,7 +82,7 @@ class OptimizerStates:
         return param_groups.everyone(self.groups)
 
     def current_shards(self, everyone: list[Tensor]) -> shard_map.ShardMap:
-        """Where this rank's parts of the parameters are; the same object as long as they are there."""
+        """Returns where this rank's parts of the parameters are; the same object as long as that is unchanged."""
         offload_guard.refuse_optimizer(self.optimizer, everyone)  # type: ignore[arg-type]
         if self._shards is None or not self._shards.fits(everyone):
             self._shards = shard_map.ShardMap(everyone)
@@ -92,7 +92,7 @@ class OptimizerStates:
         return self._shards
 
     def follow_params(self) -> None:
-        """To where they are now, before there is other state: a model may move after its optimizer was made."""
+        """Moves step counts and counters to the parameters' device, to which a model may move before its first step."""
         for group in self.groups:
             entries = [(p, access.entry(self.state, p)) for p in group["params"] if p.requires_grad]
             if any("step" in entry and entry["step"].device != p.device for p, entry in entries):
@@ -102,7 +102,7 @@ class OptimizerStates:
 
     @dense.normal_tensors()
     def make_steps(self, group: dict[str, Any]) -> None:
-        """The steps of a group as views of one tensor; zero for trainable parameters that have none."""
+        """Makes the step counts of a group views of one tensor. Trainable parameters without a count get 0."""
         counted = [p for p in group["params"] if p.requires_grad or "step" in access.peek(self.state, p)]
         if counted:
             steps = torch.zeros(len(counted), dtype=torch.float32, device=counted[0].device).unbind()
@@ -114,19 +114,19 @@ class OptimizerStates:
 
     # -- state
 
-    def at_rest(self, p: Tensor) -> Mapping[str, Any]:
-        """The state of p, wherever it lies; empty where there is none."""
+    def stored_state(self, p: Tensor) -> Mapping[str, Any]:
+        """Returns the stored state of p, from opt.state or from the host; empty where there is none."""
         return self.host.peek(p, access.peek(self.state, p))
 
     def is_made(self, p: Tensor) -> bool:
-        """Whether p has more state than its step."""
-        return first_moment(self.at_rest(p)) is not None
+        """Whether p has more state than its step count."""
+        return first_moment(self.stored_state(p)) is not None
 
     def any_made(self) -> bool:
         return any(map(self.is_made, self.everyone()))
 
     def on_host(self, everyone: list[Tensor]) -> list[bool]:
-        """Which parameters are stepped on the host."""
+        """Returns for each parameter whether it is stepped on the host."""
         shards, kept = self.current_shards(everyone), param_groups.kept_32bit(self.groups)
         matrices = param_groups.are_matrices(self.groups)
 
@@ -140,14 +140,14 @@ class OptimizerStates:
 
     @dense.normal_tensors()
     def members(self, everyone: list[Tensor], wanted: list[bool]) -> list[ParamState]:
-        """The wanted parameters, with state that is made where it is missing."""
+        """Returns the wanted parameters with their states, which are created where they are missing."""
         names, ids = param_groups.names(self.groups), param_groups.ids(self.groups)
         kept, matrices = param_groups.kept_32bit(self.groups), param_groups.are_matrices(self.groups)
         group_of = [g for g, group in enumerate(self.groups) for _ in group["params"]]
         chosen = [i for i, want in enumerate(wanted) if want]
         shards = self.current_shards(everyone)
         local = {i: shards.of(i) for i in chosen}
-        for i in chosen:  # all of them before the first state is made
+        for i in chosen:  # check all of them before the first state is created
             dense.refuse_param(local[i].weight, names[i])
         self.refuse_converted([(names[i], everyone[i]) for i in chosen])
         on_host = self.on_host(everyone)
@@ -173,11 +173,12 @@ class OptimizerStates:
         return members
 
     def changes_of(self, p: Tensor, weight: Tensor, host: bool) -> dict[str, Tensor]:
-        """What steps say of this weight, the part of p that this rank steps. host: it is stepped there."""
+        """Returns where steps record changes of `weight`, this rank's part of p. host: it is stepped on the host."""
         device = torch.device("cpu") if host else weight.device
         return {} if self.changes is None else self.changes.beside(p, weight.numel(), device)
 
     def _row(self, p: Tensor, weight: Tensor, host: bool) -> Tensor | None:
+        """Returns where the next step adds its measurements of p; None where it does not measure."""
         device = torch.device("cpu") if host else weight.device
         return None if self.measuring.next is None else self.measuring.next.row(p, device)
 
@@ -187,15 +188,15 @@ class OptimizerStates:
         return kinds.averaged(optimizer.averaging.dtype, p.dtype, name)
 
     def make_all(self) -> None:
-        """The state of everything that is trained, as far as there is none. Moves no weight and no counter."""
+        """Creates the missing states of all trainable parameters. Changes no weight and no step count."""
         everyone = self.everyone()
         known = dict(self.synced)
         with torch.no_grad():
             self.members(everyone, [p.requires_grad or self.is_made(p) for p in everyone])
-        self.synced = known  # what was made now is compared before the first step: a silent write may come between
+        self.synced = known  # without the new masters: the first step compares them, in case of a write before it
 
-    def drop_gone(self, everyone: list[Tensor]) -> None:
-        """Forgets parameters that are not among these any more."""
+    def drop_removed(self, everyone: list[Tensor]) -> None:
+        """Drops the states and records of parameters that the optimizer no longer has. everyone: those it has."""
         present = set(everyone)
         for gone in [p for p in self.state if isinstance(p, Tensor) and p not in present]:
             dict.pop(self.state, gone)
@@ -205,8 +206,9 @@ class OptimizerStates:
         self.synced = {p: synced for p, synced in self.synced.items() if p in present}
         self._forms = {p: form for p, form in self._forms.items() if p in present}
 
-    def agree(self, members: list[ParamState]) -> None:
-        """Once: RuntimeError where other ranks keep states of other kinds. Collective where states are cut."""
+    def compare_ranks(self, members: list[ParamState]) -> None:
+        """Compares the dtypes of states over the ranks, once: RuntimeError where they differ. Collective for parameters
+        whose gradients a reducer of ours reduces."""
         optimizer = self.optimizer
         if not optimizer.compared_ranks:
             agreement.refuse_differing(members)
@@ -215,20 +217,20 @@ class OptimizerStates:
     # -- what states were made for (see state/param_form.py)
 
     def refuse_converted(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """ValueError where a parameter is no longer what its state was made for."""
+        """Raises ValueError where a parameter no longer has the dtype, shape and placements of its state."""
         known = [(name, p, self._forms[p]) for name, p in named if p in self._forms]
         param_form.refuse_converted(
-            (name, p, form) for name, p, form in known if not form.fits(p) and form.is_of(self.at_rest(p))
+            (name, p, form) for name, p, form in known if not form.fits(p) and form.is_of(self.stored_state(p))
         )
 
     def forms_to_keep(self) -> dict[Tensor, param_form.Form]:
-        """For a pickle or a copy, which has states of its own."""
-        return {p: form._replace(exp_avg=None) for p, form in self._forms.items() if form.is_of(self.at_rest(p))}
+        """Returns the forms for a pickle or a copy: without the references that identify this optimizer's states."""
+        return {p: form._replace(exp_avg=None) for p, form in self._forms.items() if form.is_of(self.stored_state(p))}
 
     def note_forms(self, params: Iterable[Tensor]) -> None:
-        """Their states are right for them as they are now; where a pickle says what they are for, for that."""
+        """Records that the states fit the parameters' current forms, or the forms that a pickle has saved."""
         for p in params:
-            moment, form = first_moment(self.at_rest(p)), self._forms.get(p)
+            moment, form = first_moment(self.stored_state(p)), self._forms.get(p)
             if moment is None:
                 self._forms.pop(p, None)
             elif form is not None and form.exp_avg is None:
@@ -237,17 +239,17 @@ class OptimizerStates:
                 self._forms[p] = param_form.form_of(p, moment)
 
 
-def go_on_from(known: OptimizerStates, states: OptimizerStates) -> None:
-    """Takes over what others asked of the optimizer, when states are loaded into it: to publish, to measure."""
+def inherit_requests(known: OptimizerStates, states: OptimizerStates) -> None:
+    """Takes over a publisher's and a measurement's requests from the OptimizerStates that a load replaces."""
     states.changes, states.measuring = known.changes, known.measuring
     if states.changes is not None:
         states.changes.all_written()
 
 
 def _complete(members: list[ParamState]) -> list[ParamState]:
-    """Makes what their states lack; returns those that lacked something."""
+    """Creates what the members' states lack; returns the members that lacked something."""
     made: list[ParamState] = []
-    for host in (False, True):  # not in one memory, which may leave the device (see offloading/offload.py)
+    for host in (False, True):  # separately: memory of states on the device may be offloaded (offloading/offload.py)
         missing = [m for m in members if m.host == host and not m.kinds.complete(m.state)]
         for m, new in zip(missing, codec.make([(m.beside, m.kinds) for m in missing]), strict=True):
             m.state.update({key: value for key, value in new.items() if key not in m.state})
@@ -268,8 +270,8 @@ def refuse_group(
     refuse: Callable[[dict[str, Any], str], None],
     given: Mapping[str, Any],
 ) -> None:
-    """Raises where the optimizer of these groups, of which this one is new, cannot train it. where: for messages.
-    refuse: raises for hyper-parameters that no group of it may have. given: to the constructor."""
+    """Raises where the optimizer cannot train the new group. groups: all groups, the new one included. where: for
+    messages. refuse: raises for hyper-parameters that no group may have. given: arguments of the constructor."""
     hyper_parameters.refuse_keys(group, where, given)
     refuse(group, where)
     hyper_parameters.refuse_differing(group, groups[0], where)

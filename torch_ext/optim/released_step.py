@@ -12,28 +12,28 @@ from torch_ext.tensors import dense
 
 
 class ReleasedStep:
-    """Of one plan, kept from backward to backward as long as that fits."""
+    """Steps members of a plan, some at a time; kept from backward to backward as long as the plan fits."""
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
         self._rows = {id(m.param): row for row, m in enumerate(plan.device.members)}
-        self._batches: dict[tuple[int, ...], StepBatch] = {}  # of those that were ready together so far
+        self._batches: dict[tuple[int, ...], StepBatch] = {}  # by the rows that they step
 
     def begin(self, hyper: HyperparameterTable, counts: Tensor, external: int) -> None:
-        """A backward begins. counts, external: see `DeviceStep.run`."""
+        """Called when a backward begins. counts, external: see `DeviceStep.run`."""
         self._hyper, self._external = hyper, external
         self._scalars = dense.NONE, dense.NONE, dense.NONE, counts
 
     def steppable(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """Those that can be stepped one by one."""
+        """Returns the parameters that may be stepped before the others: AdamW's on the device that need no copy."""
         in_place = self.plan.device.in_place
         return [p for p in params if (row := self._rows.get(id(p))) is not None and in_place(row)]
 
     def run(self, params: Sequence[Tensor]) -> None:
-        """Steps them, by their gradients. RuntimeError, naming the parameter, where the operator does not take a
-        gradient: none of these was stepped then. params: of `steppable`."""
+        """Steps the parameters, which `steppable` has returned. RuntimeError, naming the parameter, where the operator
+        rejects a gradient: none of these parameters was stepped then."""
         device, rows = self.plan.device, tuple(self._rows[id(p)] for p in params)
-        grads = [device.laid_out(row, _grad_of(p)) for row, p in zip(rows, params, strict=True)]
+        grads = [device.lay_out_one(row, _grad_of(p)) for row, p in zip(rows, params, strict=True)]
         batch = self._batches.get(rows)
         if batch is None:
             batch = self._batches[rows] = device.batch_of(list(rows))

@@ -1,4 +1,4 @@
-"""What an optimizer of ours saves and loads: logical tensors, as torch.optim.AdamW's."""
+"""Saving and loading of an optimizer of ours: state_dicts have logical tensors, as torch.optim.AdamW's have."""
 
 from collections.abc import Mapping
 from typing import Any, cast
@@ -18,31 +18,32 @@ from torch_ext.policy.policy import Policy
 
 
 class SavedOptimizer(torch.optim.Optimizer):
-    """A torch.optim.Optimizer whose states are stored in other forms than they are saved in."""
+    """A torch.optim.Optimizer that stores its states in other forms than it saves them in."""
 
     policy: Policy
     averaging: Averaging = NONE
     _states: OptimizerStates
     _stepper: Stepper
-    _open: str  # within master_weights() or ema_weights(), and what parameters are there
-    _half_loaded = False  # while a load writes
-    _consolidated: dict[str, Any] | None  # handed out by the next state_dict(), until masters change
+    _open: str  # not empty inside master_weights() or ema_weights(): which of them, for messages
+    _half_loaded = False  # True while a load writes, and after one that was interrupted
+    _consolidated: dict[str, Any] | None  # what the next state_dict() returns, unless masters change before
 
     @untraced
     @of_the_innermost
     def state_dict(self) -> dict[str, Any]:
-        """torch's format: step, exp_avg, exp_avg_sq by parameter, and master_param (fp32) where there is a master.
+        """Returns the state in torch's format: step, exp_avg, exp_avg_sq of each parameter, and master_param (fp32)
+        where it has a master.
 
-        Logical tensors: 8-bit and 16-bit scaled moments are decoded, masters reconstructed; what is stored in that form
-        is handed out itself, what is not is decoded where it is read: until then it goes with the training. State that
-        does not exist yet is made, zero, which moves no weight and no counter. What is written to these tensors in
-        place, as torch.distributed.checkpoint.load does, is the optimizer's state from then on, and that is as good as
-        `load_state_dict` with them: no weight moves, and the model is loaded as well.
+        The tensors are logical: 8-bit and 16-bit scaled moments are decoded, masters reconstructed. A tensor that is
+        stored in its logical form is returned itself. Any other is decoded when it is read; until then it changes with
+        the training. Missing state is created as zeros, which changes no weight and no step count. An in-place write to
+        these tensors, as by torch.distributed.checkpoint.load, changes the optimizer's state, as `load_state_dict` with
+        them would. It changes no weight, so load the model as well.
 
-        Never collective. Of DTensors state is DTensors; where parameters are cut over the ranks (strategies optim and
-        optim_grads) it is tensors of the parameter's shape of which this rank has its part: for
-        torch.distributed.checkpoint, which saves and loads them under any strategy and number of ranks. Whatever needs
-        whole tensors of them (torch.save, arithmetic) raises RuntimeError that names `consolidate_state_dict`.
+        Never collective. The state of a DTensor is DTensors. Where parameters are cut over the ranks (strategies optim
+        and optim_grads) tensors have the parameter's shape, but this rank's part of the elements only.
+        torch.distributed.checkpoint saves and loads such tensors under any strategy and number of ranks; whatever needs
+        whole tensors (torch.save, arithmetic) raises a RuntimeError that names `consolidate_state_dict`.
         """
         if self._consolidated is not None:
             whole, self._consolidated = self._consolidated, None
@@ -52,14 +53,14 @@ class SavedOptimizer(torch.optim.Optimizer):
     @untraced
     @of_the_innermost
     def consolidate_state_dict(self, to: int | None = 0) -> dict[str, Any] | None:
-        """`state_dict()` of whole tensors, put together from all ranks' parts, with the bits of an optimizer that is
-        not sharded. Collective: every rank of the parameters' process groups calls it.
+        """Returns `state_dict()` with whole tensors, assembled from all ranks' parts, with the bits of an optimizer
+        that is not sharded. Collective: every rank of the parameters' process groups calls it.
 
-        to: the global rank that gets it, the others get None; None: every rank gets it. One parameter at a time, so a
-        rank that gets nothing needs memory for one more parameter only. Where states are cut the next `state_dict()`,
-        if it comes before masters change, hands out the same once more, as of torch's ZeroRedundancyOptimizer: so
-        frameworks save that know of it (Lightning). torch.distributed.checkpoint saves and loads it beside the parts
-        of the other ranks.
+        to: the global rank that gets it, the others get None; None: every rank gets it. Parameters are assembled one at
+        a time, so a rank that gets nothing needs memory for one more parameter only. Where states are cut, the next
+        `state_dict()` returns the same once more, unless masters change before. torch's ZeroRedundancyOptimizer does
+        so, and frameworks that support it (Lightning) then save whole tensors. torch.distributed.checkpoint saves and
+        loads the whole tensors together with the parts of the other ranks.
         """
         whole = save.consolidated(self, self._logical_state_dict("consolidate_state_dict()"), to)
         self._consolidated = whole if self.current_shards(self._states.everyone()).cut else None
@@ -68,7 +69,7 @@ class SavedOptimizer(torch.optim.Optimizer):
     def _logical_state_dict(self, doing: str) -> dict[str, Any]:
         self._refuse_open(doing)
         self._states.make_all()
-        handle = self.register_state_dict_post_hook(cast(Any, save.logical), prepend=True)  # before everybody else's
+        handle = self.register_state_dict_post_hook(cast(Any, save.logical), prepend=True)  # before all other hooks
         try:
             return super().state_dict()
         finally:
@@ -79,8 +80,8 @@ class SavedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` of this class or of torch.optim.AdamW returned, under any policy.
 
-        Masters are not rounded to the parameter's dtype; a missing master is seeded from the weight. What the policy
-        keeps less of than was saved, and masters that were missing, are named in one warning. Moves no weight: a master
+        Masters are not rounded to the parameter's dtype; a missing master becomes the weight. One warning names states
+        of which the policy keeps fewer bits than were saved, and masters that were missing. No weight changes: a master
         that does not round to its weight at the next step becomes the weight (see on_external_write), so model and
         optimizer may be loaded in any order. Raises ValueError or TypeError, naming the parameter and the key, before
         anything has changed; RuntimeError after a backward that stepped buckets (a policy's step_in_backward).
@@ -95,13 +96,14 @@ class SavedOptimizer(torch.optim.Optimizer):
                 f"load_state_dict() was given a {type(state_dict).__name__}: what state_dict() returned, or torch.load "
                 "of its file, is legal"
             )
-        handle = self.register_load_state_dict_pre_hook(cast(Any, load.encode_for_load))  # after everybody else's
+        handle = self.register_load_state_dict_pre_hook(cast(Any, load.encode_for_load))  # after all other hooks
         try:
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
 
     def _refuse_open(self, doing: str) -> None:
+        """Raises RuntimeError inside master_weights() or ema_weights(), and after a load that was interrupted."""
         self._refuse_within(doing)
         if self._half_loaded:
             raise RuntimeError(
@@ -116,17 +118,17 @@ class SavedOptimizer(torch.optim.Optimizer):
     # -- what saving and loading ask (see state/stateful.py) -----------------------------------------------------------
 
     def refuse_hyper(self, group: dict[str, Any], where: str) -> None:
-        """Raises for hyper-parameters that no group may have. where: for messages."""
+        """Raises for hyper-parameters that are not legal in a group. where: for messages."""
         hyper_parameters.refuse(group, where)
 
     def current_shards(self, everyone: list[Tensor]) -> ShardMap:
-        """Which part of each parameter lies on this rank."""
+        """Returns which part of each parameter this rank has."""
         return self._states.current_shards(everyone)
 
     def stored_state(self, p: Tensor) -> Mapping[str, Any]:
-        """The state of p, wherever it lies; empty where there is none."""
-        return self._states.at_rest(p)
+        """Returns the stored state of p, from opt.state or from the host; empty where there is none."""
+        return self._states.stored_state(p)
 
     def on_host(self, everyone: list[Tensor]) -> list[bool]:
-        """Which parameters are stepped on the host."""
+        """Returns for each parameter whether it is stepped on the host."""
         return self._states.on_host(everyone)

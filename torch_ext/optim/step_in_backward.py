@@ -1,4 +1,4 @@
-"""step_in_backward: what an optimizer has stepped before its step() was called."""
+"""step_in_backward of a parallelized model: the buckets that were stepped before step() is called."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -15,36 +15,36 @@ if TYPE_CHECKING:
 
 
 class StepInBackward:
-    """The buckets that were stepped since the last step(), each by its StepBatch.gather."""
+    """The buckets that were stepped in backward since the last step(), each identified by its StepBatch.gather."""
 
     def __init__(self) -> None:
         self._stepped: set[tuple[GradientReducer, int] | None] = set()
-        self._anywhere = False  # whether some rank may have stepped something, though this one may have no part of it
+        self._on_any_rank = False  # whether a rank may have stepped a bucket, even one without parts on this rank
 
     def __bool__(self) -> bool:
-        """The same on every rank."""
-        return self._anywhere
+        """Whether any rank may have stepped a bucket; the same on every rank."""
+        return self._on_any_rank
 
     def __contains__(self, gather: "tuple[GradientReducer, int] | None") -> bool:
         return gather in self._stepped
 
     def clear(self) -> None:
-        """step() has stepped the rest."""
+        """Called when step() has stepped all other buckets."""
         self._stepped.clear()
-        self._anywhere = False
+        self._on_any_rank = False
 
     def begin(
         self, owner: "GradientReducer", plan: StepPlan, hyper: HyperparameterTable, counts: Tensor, external: int
     ) -> Callable[[int], None]:
-        """What steps a bucket of the owner whose sum is ready. Any thread. A bucket of which a part is stepped on the
-        host is left to step(). counts, external: see `DeviceStep.run`."""
+        """Returns a function that steps a bucket of the owner once it is reduced, on any thread. A bucket that has a
+        parameter on the host is left to step(). counts, external: see `DeviceStep.run`."""
         shared = () if plan.host is None else plan.host.gathers
         batches = {b.gather[1]: b for b in plan.device.batches if b.gather is not None and b.gather[0] is owner}
         scalars = (dense.NONE, dense.NONE, dense.NONE, counts)
 
         def step(bucket: int) -> None:
             batch = batches.get(bucket)
-            self._anywhere |= batch is not None
+            self._on_any_rank |= batch is not None
             if batch is not None and batch.rows is not None and batch.gather not in shared:
                 parts = [owner.part(plan.device.members[i].param) for i in batch.rows]
                 self._stepped.add(batch.gather)
@@ -53,7 +53,7 @@ class StepInBackward:
         return step
 
     def end(self, plan: StepPlan) -> None:
-        """No step() follows: what was stepped stays stepped, on every rank. Collective."""
+        """Ends the step without step(): what was stepped stays stepped, and is all-gathered. Collective."""
         for handle in [
             owner.gather(bucket) for owner, bucket in filter(None, (batch.gather for batch in plan.device.batches))
         ]:
@@ -62,8 +62,8 @@ class StepInBackward:
         plan.mark_synced()
         self.clear()
 
-    def refuse_again(self) -> None:
-        """RuntimeError where gradients would be applied that were applied already."""
+    def refuse_second_backward(self) -> None:
+        """Raises RuntimeError where a backward would add to gradients that were applied already."""
         if self:
             raise RuntimeError(
                 "a second backward before step(): step_in_backward=True, so the first one's gradients were applied "
@@ -71,13 +71,13 @@ class StepInBackward:
             )
 
     def refuse_clipping(self) -> None:
-        """RuntimeError where it is too late for that."""
+        """Raises RuntimeError where gradients were applied already, so that it is too late to clip them."""
         if self:
             raise RuntimeError("step_in_backward=True: gradients were applied before they were clipped")
 
-    def refuse_otherwise(self, fits: bool, scaled: bool) -> None:
-        """RuntimeError where step() would do something else than what backward did already. fits: its plan is the one
-        that backward stepped by; scaled: gradients are to be clipped or unscaled."""
+    def refuse_different_step(self, fits: bool, scaled: bool) -> None:
+        """Raises RuntimeError where step() would step differently than backward has. fits: the plan of backward still
+        fits. scaled: gradients are to be clipped or unscaled."""
         if scaled:
             raise RuntimeError("step_in_backward=True: gradients were applied before they were clipped or unscaled")
         if not fits:

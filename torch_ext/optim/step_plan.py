@@ -1,10 +1,10 @@
 """What a step needs, kept from step to step while parameters, states and their memory stay the same.
 
-A step of a thousand small tensors is mostly Python, and torch's passing of tensors, unless there is next to nothing to
-do per tensor: lists are built once, a step only compares identities, and states go as the few memories that they lie
-in. Those are compared only where code outside the optimizer can have changed them (`optim/state/access.py`). Gradients
-are new tensors in every step and go to the operator as they are; it validates everything before it writes, so only
-where it refuses them are they checked one by one.
+A step of a thousand small tensors would spend most of its time in Python and in passing tensors to torch. So there is
+next to no work per tensor: argument lists are built once, a step only compares identities, and states are passed as the
+few storages that hold them. States are compared only where code outside the optimizer can have changed them
+(`optim/state/access.py`). Gradients are new tensors in every step and are passed unchecked: the operator validates
+everything before it writes, and only if it rejects the call are they checked one by one.
 """
 
 import operator
@@ -29,7 +29,8 @@ State = dict[Tensor, dict[str, Any]]
 
 
 class StepPlan:
-    """Which parameters take part in a step, on the device and on the host, and what they were when it was made."""
+    """The parameters that take part in a step, on the device and on the host, with the dtypes, shapes and memory that
+    they had when the plan was made."""
 
     def __init__(
         self,
@@ -43,14 +44,15 @@ class StepPlan:
         synced: Mapping[Tensor, SyncedVersion],
         optimizer: "Settings",
     ) -> None:
-        """shards: of all parameters. active: which of these take part. members, grads, gathers: of those. host: the
-        step of those that are stepped there. state: opt.state. synced: what is known of masters."""
+        """shards, active: of all parameters; active says which take part. members, grads, gathers: of the parameters
+        that take part. host: the step of the members whose state is there. state: opt.state. synced: masters that are
+        known to round to their weights."""
         self._shards, self.active, self.members, self.host = shards, active, members, host
         self.params = [m.param for m in members]
         own = [not m.host and not m.kinds.matrix for m in members]
         self._matrices = [m.kinds.matrix for m in members]
-        self.gathered_late = {gather for gather, is_one in zip(gathers, self._matrices, strict=True) if is_one}
-        """Buckets with matrices of Muon's: their weights are gathered when these are stepped, too."""
+        self.gathered_late = {gather for gather, is_matrix in zip(gathers, self._matrices, strict=True) if is_matrix}
+        """Buckets that hold Muon's matrices: all-gathered only after the matrices are stepped, too."""
         self.matrices = _matrix_step(list(compress(members, self._matrices)), optimizer)
         self.device = DeviceStep(
             list(compress(members, own)),
@@ -62,10 +64,11 @@ class StepPlan:
         self.writes = WriteCheck(members, synced)
         self._state, self._values = state, _values_of(state)
         self._forms = [(p.dtype, p.shape) for p in self.params]
-        # Of the others the operator sees dtype and shape itself, and refuses what is not contiguous any more.
+        # The AdamW operator is not passed these parameters themselves, so `fits` compares their dtypes and shapes. Of
+        # all other parameters the operator checks both, and rejects one that is not contiguous any more.
         others = (*(host.members if host is not None else ()), *compress(members, self._matrices))
-        self._unseen = [m.param for m in (*self.device.viewed, *others)]
-        self._unseen_forms = [(p.dtype, p.shape, p.stride()) for p in self._unseen]
+        self._indirect_params = [m.param for m in (*self.device.indirect, *others)]
+        self._indirect_forms = [(p.dtype, p.shape, p.stride()) for p in self._indirect_params]
 
     def fits(self, shards: ShardMap, active: list[bool], state: State) -> bool:
         """Whether the same parameters, state and memory take part as when the plan was made."""
@@ -73,7 +76,10 @@ class StepPlan:
             shards is self._shards
             and active == self.active
             and self.device.weight_memory.holds()
-            and (not self._unseen or [(p.dtype, p.shape, p.stride()) for p in self._unseen] == self._unseen_forms)
+            and (
+                not self._indirect_params
+                or [(p.dtype, p.shape, p.stride()) for p in self._indirect_params] == self._indirect_forms
+            )
             and (self.host is None or self.host.memory.holds())
             and (self.matrices is None or self.matrices.memory.holds())
             and (not access.exposed(state) or self._holds(state))
@@ -85,50 +91,53 @@ class StepPlan:
         return same and self.device.state_memory.holds()
 
     @property
-    def in_parts(self) -> bool:
-        """Whether a step is several calls of the library, between which it may be interrupted."""
-        return self.host is not None or self.matrices is not None or self.device.in_parts
+    def takes_several_calls(self) -> bool:
+        """Whether a step takes several calls of the library, between which it may be interrupted."""
+        return self.host is not None or self.matrices is not None or self.device.takes_several_calls
 
     def same_forms(self) -> bool:
-        """Whether every parameter has the dtype and the shape that it had when the plan was made. A step need not ask:
-        the operator does."""
+        """Whether every parameter has the dtype and the shape that it had when the plan was made. step() need not call
+        this: the operator checks it."""
         return [(p.dtype, p.shape) for p in self.params] == self._forms
 
-    def those(self, wanted: Sequence[bool]) -> list[ParamState] | None:
-        """The wanted ones among all parameters; None where some take no part."""
+    def selected_members(self, wanted: Sequence[bool]) -> list[ParamState] | None:
+        """Returns the members that are wanted; None where a wanted parameter takes no part. wanted: a flag for each
+        parameter of the optimizer."""
         if any(want and not part for want, part in zip(wanted, self.active, strict=True)):
             return None
         return list(compress(self.members, compress(wanted, self.active)))
 
     def on_device(self, grads: list[Tensor]) -> list[Tensor]:
-        """Of all members' gradients, those that are stepped by AdamW on the device."""
+        """Returns the gradients of the members that AdamW steps on the device. grads: of all members."""
         if self.host is None and self.matrices is None:
             return grads
         return [g for m, g in zip(self.members, grads, strict=True) if not m.host and not m.kinds.matrix]
 
     def of_matrices(self, grads: list[Tensor]) -> list[Tensor]:
-        """Those that are stepped by Muon."""
+        """Returns the gradients of the members that Muon steps. grads: of all members."""
         return list(compress(grads, self._matrices))
 
     def refuse_matrices(self, message: str) -> None:
-        """RuntimeError where some are stepped by Muon."""
+        """Raises RuntimeError where Muon steps some of the members."""
         if self.matrices is not None:
             raise RuntimeError(message)
 
     def on_host(self, grads: list[Tensor]) -> list[Tensor]:
-        """The others."""
+        """Returns the gradients of the members that are stepped on the host. grads: of all members."""
         return [g for m, g in zip(self.members, grads, strict=True) if m.host]
 
     def note_moved(self) -> bool:
-        """Whether weights with an fp32 master lie elsewhere than they did, which `modified` then tells."""
+        """Whether a weight with an fp32 master has moved to another address. From then on `modified` lists it, and
+        steps expect the current addresses."""
         if not self.writes.note_moved():
             return False
-        self.device.sign_addresses()
+        self.device.record_addresses()
         return True
 
     def modified(self) -> list[ParamState]:
-        """Members with an fp32 master of which weight or master may have been modified outside the optimizer since
-        they were last in sync. Beside remainders the step's operator compares all weights with their checksums."""
+        """Returns the members with an fp32 master whose weight or master may have been modified outside the optimizer
+        since the two were last in sync. Weights with a remainder are not among them: the step's operator compares all
+        of their elements with checksums."""
         found = self.writes.modified(masters=access.exposed(self._state))
         if self.host is None:
             return found
@@ -136,12 +145,13 @@ class StepPlan:
         return found + [m for m in self.host.stale() if id(m) not in known]
 
     def mark_synced(self, masters: bool = False, counted: bool = False) -> None:
-        """From here on masters are known to round to the weights. masters: an operator wrote to them that counts their
-        versions up; steps do not. counted: since `modified` looked, each weight's version was counted up once."""
+        """Records that masters round to their weights now. masters: an operator that increments the masters' version
+        counters wrote to them; a step does not. counted: since the last call of `modified` each weight's version
+        counter was incremented exactly once."""
         if masters:
             self.note_moved()
-        # Of weights that are stepped as views or copies, or elsewhere, other writes count, too.
-        self.writes.mark_synced(masters or access.exposed(self._state), counted and not self._unseen)
+        # The version counters of weights that are stepped as views or copies, or elsewhere, are incremented more often.
+        self.writes.mark_synced(masters or access.exposed(self._state), counted and not self._indirect_params)
 
 
 def _matrix_step(members: list[ParamState], optimizer: "Settings") -> "MatrixStep | None":
@@ -153,5 +163,5 @@ def _matrix_step(members: list[ParamState], optimizer: "Settings") -> "MatrixSte
 
 
 def _values_of(state: State) -> list[Any]:
-    """Everything the optimizer holds, in one list."""
+    """Returns all values in opt.state, in one list."""
     return list(chain.from_iterable(map(dict.values, access.entries(state))))

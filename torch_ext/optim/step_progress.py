@@ -1,4 +1,4 @@
-"""What a step tells: reducers, that it begins and that it has written everything; who called it, that it has not."""
+"""The progress of a step: listeners (gradient reducers) are told when it begins and when it has written all weights."""
 
 from collections.abc import Sequence
 
@@ -6,12 +6,15 @@ from torch_ext.params.reducer_registry import StepListener
 
 
 class NotStepped(RuntimeError):
-    """Some parameters were not stepped, the same on every rank, which all know: the others were."""
+    """Some parameters were not stepped, all others were; the same ones on every rank, and every rank raises this."""
 
 
 class StepProgress:
-    """Of one step. What raises in it before anything was written leaves every rank as it was; what raises, or
-    interrupts, later has parted this rank from the others, which they remember."""
+    """What one step has written so far.
+
+    A step that raises before it has written anything leaves this rank in sync with the others. If it raises or is
+    interrupted later, the ranks' weights differ: the listeners are then not told `step_written`, and the next backward
+    or step raises."""
 
     def __init__(self, listeners: Sequence[StepListener]) -> None:
         self._listeners = listeners
@@ -21,7 +24,7 @@ class StepProgress:
             listener.step_begins()
 
     def written(self) -> None:
-        """Everything, and all gathers have begun."""
+        """Tells the listeners that all weights are written, and all all-gathers started."""
         for listener in self._listeners:
             listener.step_written()
 

@@ -1,4 +1,4 @@
-"""One run of a plan: what step() does when it knows what to step."""
+"""One run of a StepPlan: what step() does once it is known what to step."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -22,10 +22,12 @@ if TYPE_CHECKING:
 
 
 class ArgumentsRefused(RuntimeError):
-    """An operator does not take the arguments: it wrote nothing, and nothing else did."""
+    """An operator rejected its arguments, and nothing was written by this step."""
 
 
 class StepRun:
+    """Steps the parameters of a plan, once."""
+
     def __init__(
         self,
         plan: StepPlan,
@@ -41,12 +43,12 @@ class StepRun:
         self._counts, self._on_external_write, self._progress = counts, on_external_write, progress
         self._external = masters.MODES[on_external_write]
         self._on_device: list[Tensor] = []  # the gradients, as the operator takes them
-        self._row = 0  # of the counters: a step that is skipped is counted once
+        self._row = 0  # of `counts`: 0 for the first operator call, then 1, so that a skipped step is counted once
         self._gathers: list[Work] = []
 
     def run(self, in_backward: StepInBackward, lay_out: bool) -> None:
-        """Steps everything that `in_backward` has not stepped; weights are on all ranks afterwards. lay_out: gradients
-        may lie in any memory order. Raises ArgumentsRefused, or RuntimeError where something was stepped already."""
+        """Steps everything that `in_backward` has not stepped, and all-gathers weights. lay_out: expect gradients in
+        any memory order. Raises ArgumentsRefused where nothing was written, RuntimeError where something was."""
         plan = self._plan
         not_stepped: NotStepped | None = None
         try:
@@ -73,7 +75,7 @@ class StepRun:
                 try:
                     matrices.run(self._counts, counted=self._row > 0)
                 except NotStepped as failure:
-                    not_stepped = failure  # the others' weights go to all ranks
+                    not_stepped = failure  # raised below, after the weights that were stepped are all-gathered
                 self._gather([batch.gather for batch in plan.device.batches if batch.gather in plan.gathered_late])
         finally:
             if plan.host is not None:
@@ -88,7 +90,7 @@ class StepRun:
             raise not_stepped
 
     def _check_weights(self) -> None:
-        """RuntimeError where checksums say that weights were modified outside the optimizer; nothing is stepped."""
+        """Raises RuntimeError where checksums show that weights were modified outside the optimizer. Steps nothing."""
         plan = self._plan
         if plan.host is not None:
             masters.refuse_modified([m for m in plan.host.members if m.kinds.master == "master_remainder"])
@@ -101,8 +103,9 @@ class StepRun:
                 raise ArgumentsRefused(str(refusal)) from None
 
     def _step(self, in_backward: StepInBackward) -> None:
+        """Steps AdamW's parameters bucket by bucket, and starts a bucket's all-gather once all of it is stepped."""
         host, batches = self._plan.host, self._plan.device.batches
-        if host is not None:  # the device has all of its own to do while the host does its part
+        if host is not None:  # launch all of the device's work first: it runs while the host steps its parameters
             for batch in batches:
                 self._step_on_device(batch, in_backward)
         for batch in batches:
@@ -112,7 +115,7 @@ class StepRun:
                 self._progress.wrote = True
                 host.step(batch.gather)
             if batch.gather is not None and batch.gather not in self._plan.gathered_late:
-                self._gather([batch.gather])  # while later batches are stepped
+                self._gather([batch.gather])  # overlaps with the steps of later batches
         in_backward.clear()
         if host is not None:
             self._counts[1, 1] += host.resynced
@@ -122,12 +125,13 @@ class StepRun:
         self._gathers += [owner.gather(bucket) for owner, bucket in filter(None, targets)]
 
     def _step_on_device(self, batch: StepBatch, in_backward: StepInBackward) -> None:
+        """Steps a batch, unless backward has. ArgumentsRefused where it is rejected while nothing is written yet."""
         if batch.gather not in in_backward:
             first, self._progress.wrote = not self._progress.wrote, True
             try:
                 self._call(batch, self._counts[self._row], self._external)
             except RuntimeError as refusal:
-                if self._row or self._gathers:  # what was stepped already must not be stepped once more
+                if self._row or self._gathers:  # a retry would step earlier batches twice
                     raise
                 self._progress.wrote = not first
                 raise ArgumentsRefused(str(refusal)) from None
@@ -139,7 +143,8 @@ class StepRun:
 
 
 def check_signals(plan: StepPlan, counts: Tensor, on_external_write: str) -> None:
-    """What on_external_write says of weights whose versions, addresses or samples differ. counts: see `StepRun`."""
+    """Resyncs masters or raises, as on_external_write says, where weights signal a write outside the optimizer: by
+    version, address or sample. counts: see `StepRun`."""
     if on_external_write == "ignore":
         return
     modified = plan.modified()

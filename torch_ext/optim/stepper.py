@@ -25,7 +25,8 @@ from torch_ext.params.shard_map import ShardMap
 
 
 class Stepper:
-    """Keeps the plan of the last step; a `reducer_registry.BucketStepper`."""
+    """Steps an optimizer's parameters, in step() and in backward, and keeps the plan of the last step. Implements
+    `reducer_registry.BucketStepper`."""
 
     def __init__(self, states: OptimizerStates, scaling: GradScaling, in_backward: StepInBackward) -> None:
         self._states, self._scaling, self._in_backward = states, scaling, in_backward
@@ -35,8 +36,8 @@ class Stepper:
         self.unfinished = UnfinishedStep()
 
     def step(self, released: bool = False) -> None:
-        """Steps the parameters that have a gradient; released: others were stepped, and have none. RuntimeError, before
-        anything is written, where a gradient or a parameter is not what the operator takes."""
+        """Steps the parameters that have a gradient. released: others were stepped in backward, and their gradients
+        freed. RuntimeError, before anything is written, where the operator rejects a gradient or a parameter."""
         states, scaling = self._states, self._scaling
         everyone = states.everyone()
         shards = states.current_shards(everyone)
@@ -57,7 +58,7 @@ class Stepper:
         clipping = scaling.current_clipping(shards, present, active)
         if self._in_backward:
             fits = self.plan is not None and self.plan.fits(shards, active, states.state)
-            self._in_backward.refuse_otherwise(fits, clipping is not None or scaling.unscales())
+            self._in_backward.refuse_different_step(fits, clipping is not None or scaling.unscales())
         plan = self._run(shards, active, present, hyper, scaling.scalars(clipping))
         if plan is not None:
             self._end_measurement()
@@ -66,47 +67,47 @@ class Stepper:
                 clipping.used = True
                 clipping.warn_if_skipped(plan.members, present)
 
-    def stepped_so_far(self) -> None:
-        """Some were stepped, and no step() comes that would end as others do: that was a step."""
+    def end_partial_step(self) -> None:
+        """Ends a step that step() did not complete: it raised midway, or zero_grad() has kept what backward stepped."""
         self._end_measurement()
         if (watcher := self._states.watcher) is not None:
             watcher.stepped()
 
     def _end_measurement(self) -> None:
-        """The plan was run: if it measured, it is not to do so once more."""
+        """Ends the measurement, if the plan that was run has measured its step (`measure_health`)."""
         measuring = self._states.measuring
         if self.plan is not None and measuring.next is not None:
             measuring.end([m.state["step"] for m in self.plan.members])
-            self.drop_plan()  # whose arguments are those of a step that measures
+            self.drop_plan()  # its arguments would make the next step measure, too
 
     def _run(
         self, shards: ShardMap, active: list[bool], grads: list[Tensor], hyper: HyperparameterTable, scalars: Scalars
     ) -> StepPlan | None:
-        """The plan that was run; None for a step that is inert."""
+        """Runs the last step's plan or, if that does not fit, a new one. Returns it; None for an inert step."""
         states = self._states
         plan = self.plan
         if plan is None or not plan.fits(shards, active, states.state):
             plan = self._make_plan(shards, active, grads)
         if plan is not None and plan.matrices is not None:
             plan.matrices.check_gradients(plan.of_matrices(grads), scalars[2])
-        remade = False
+        rebuilt = False
         with StepProgress(shards.listeners()) as progress:
             while plan is not None:
                 run = StepRun(plan, grads, hyper, scalars, states.counts, states.optimizer.on_external_write, progress)
                 try:
-                    with _told(self, progress):
-                        run.run(self._in_backward, lay_out=remade)
+                    with _noting_failure(self, progress):
+                        run.run(self._in_backward, lay_out=rebuilt)
                     break
                 except ArgumentsRefused as refusal:
-                    # Once more: parameters or gradients may only lie elsewhere, or differently, than they did so far.
-                    if remade:
+                    # Retry once: maybe only the address or the memory order of parameters or gradients has changed.
+                    if rebuilt:
                         raise RuntimeError(str(refusal)) from None
                     if not plan.note_moved():
-                        plan, remade = self._make_plan(shards, active, grads), True
+                        plan, rebuilt = self._make_plan(shards, active, grads), True
         return plan
 
     def current_hyper(self) -> HyperparameterTable:
-        """The groups as the operator takes them."""
+        """Returns the groups' hyper-parameters as the operator takes them."""
         groups, device = self._states.optimizer.adamw_groups, self._states.counts.device
         key = param_groups.key_of(groups, device)
         if self._hyper is None or self._hyper[0] != key:
@@ -116,25 +117,26 @@ class Stepper:
     # -- the plan
 
     def _make_plan(self, shards: ShardMap, active: list[bool], grads: list[Tensor]) -> StepPlan | None:
-        """State included; None for a step that is inert."""
+        """Returns a new plan, and creates missing state. None for an inert step, which creates state only.
+
+        torch.distributed.checkpoint calls step() with lr 0 and zero gradients so that state is created. That must not
+        be a step: with a counter at 1 the first real update would be 1.34 times too small."""
         states = self._states
-        # DCP calls step with lr 0 and zero gradients to have state made: that is no step (a counter at 1 would make the
-        # first real update 1.34 times too small).
         first = not states.any_made() and all(float(g["lr"]) == 0 for g in states.groups)
         if first and _all_zero(shards, active, grads):
             self.drop_plan()
-            states.drop_gone(shards.params)
+            states.drop_removed(shards.params)
             states.members(shards.params, active)
-            states.synced.clear()  # whatever is written before the first step shall be noticed
+            states.synced.clear()  # so that the first step notices whatever is written before it
             return None
-        return self._planned(shards, active, grads)
+        return self._build_plan(shards, active, grads)
 
-    def _planned(self, shards: ShardMap, active: list[bool], grads: list[Tensor]) -> StepPlan:
+    def _build_plan(self, shards: ShardMap, active: list[bool], grads: list[Tensor]) -> StepPlan:
         states = self._states
         self.drop_plan()
-        states.drop_gone(shards.params)
+        states.drop_removed(shards.params)
         members = states.members(shards.params, active)
-        states.agree(members)
+        states.compare_ranks(members)
         owners = [owner for owner, there in zip(shards.owners, active, strict=True) if there]
         gathers = [gather_of(member, owner) for member, owner in zip(members, owners, strict=True)]
         host = states.host.plan(members, gathers, states.optimizer.averaging)
@@ -146,13 +148,13 @@ class Stepper:
         return self.plan
 
     def drop_plan(self) -> None:
-        """The next step makes another one. What is known of masters is kept."""
+        """Drops the plan, so that the next step makes a new one. Its record of masters in sync is kept."""
         if self.plan is not None:
             self._states.synced.update(self.plan.writes.synced())
             self.plan = None
 
     def standing_plan(self) -> StepPlan | None:
-        """The last step's, where everything is where it was."""
+        """Returns the last step's plan if parameters, states and their memory are still the same, else None."""
         shards, plan = self._states.current_shards(self._states.everyone()), self.plan
         fits = plan is not None and plan.fits(shards, plan.active, self._states.state) and plan.same_forms()
         return plan if fits else None
@@ -160,7 +162,8 @@ class Stepper:
     # -- in backward
 
     def begin_release(self, before: ReleasedStep | None) -> ReleasedStep:
-        """A backward begins that steps all that is trained, with what groups say now. before: of the last one."""
+        """Prepares a backward that steps all trained parameters, with the groups' current hyper-parameters. before: the
+        ReleasedStep of the last such backward, which is reused if its plan still fits."""
         states, plan = self._states, self.plan
         everyone = states.everyone()
         shards, active = states.current_shards(everyone), [p.requires_grad for p in everyone]
@@ -168,7 +171,7 @@ class Stepper:
         if states.watcher is not None:
             states.watcher.before_writing()
         if plan is None or not plan.fits(shards, active, states.state) or not plan.same_forms():
-            plan = self._planned(shards, active, [p for p in everyone if p.requires_grad])
+            plan = self._build_plan(shards, active, [p for p in everyone if p.requires_grad])
         mode = states.optimizer.on_external_write
         self._check_writes(plan, mode)
         step = before if before is not None and before.plan is plan else ReleasedStep(plan)
@@ -185,7 +188,7 @@ class Stepper:
     # -- see reducer_registry.BucketStepper
 
     def begin_stepping(self, owner: reducer_registry.GradientReducer) -> Callable[[int], None] | None:
-        """Buckets are stepped as their sums are ready, with what groups say now; step() gathers."""
+        """Returns a function that steps a reduced bucket, with hyper-parameters read now. step() starts all-gathers."""
         states = self._states
         optimizer = states.optimizer
         _refuse_settings(optimizer)
@@ -202,41 +205,42 @@ class Stepper:
         return self._in_backward.begin(owner, plan, self.current_hyper(), states.counts[1], external)
 
     def refuse_backward(self) -> None:
-        self._in_backward.refuse_again()
+        self._in_backward.refuse_second_backward()
 
     def stepped_in_backward(self) -> bool:
         return bool(self._in_backward)
 
     def drop_gradients(self) -> None:
-        """zero_grad(): what backward stepped stays stepped, on every rank."""
+        """Drops gradients, for zero_grad(). What backward has stepped stays stepped, on every rank."""
         self._scaling.forget()
         everyone = self._states.everyone()
         owners = list(reducer_registry.owners_of(everyone))
         for owner in owners:
-            owner.finish_failed_backward()  # what was stepped, when a backward raised, is known then
+            owner.finish_failed_backward()  # afterwards it is known what a backward that raised has stepped
         if self._in_backward and any(owner.failed for owner in owners):
             self._in_backward.clear()
         elif self._in_backward and self.plan is not None:
             self._in_backward.end(self.plan)
-            self.stepped_so_far()
+            self.end_partial_step()
         for owner in owners:
             owner.zero_grad(everyone)
 
 
 @contextlib.contextmanager
-def _told(stepper: Stepper, progress: StepProgress) -> Iterator[None]:
-    """Whoever publishes or measures learns of a step that raises when it has stepped something."""
+def _noting_failure(stepper: Stepper, progress: StepProgress) -> Iterator[None]:
+    """If the step inside raises after it has written: records that, and tells the weight publisher and the measurement
+    that a step was made."""
     try:
         yield
     except BaseException as error:
         if progress.wrote:
             stepper.unfinished.note(stepper.plan, progress, error)
-            stepper.stepped_so_far()
+            stepper.end_partial_step()
         raise
 
 
 def _refuse_settings(optimizer: Settings) -> None:
-    """RuntimeError for what contradicts the step_in_backward of a model that was parallelized."""
+    """Raises RuntimeError for settings that contradict the step_in_backward of a parallelized model."""
     if optimizer.skip_nonfinite:
         raise RuntimeError("step_in_backward=True steps before skip_nonfinite=True can look: leave out one of them")
     if optimizer.policy.clip_grad:
@@ -247,7 +251,8 @@ def _refuse_settings(optimizer: Settings) -> None:
 
 
 def _warn_of_orphans(params: int) -> None:
-    """A module that loads with assign=True, or is made anew, has other parameters: nobody trains these."""
+    """Warns that no parameter has a gradient. A module that loads with assign=True, or is rebuilt, has new parameters;
+    the optimizer still has the old ones."""
     warning.warn(
         f"step() found no gradient for any of {params} parameters, so nothing was stepped. If the model's "
         "parameters were replaced after this optimizer was made (load_state_dict(assign=True), to_empty(), a copy of "
@@ -256,7 +261,7 @@ def _warn_of_orphans(params: int) -> None:
 
 
 def _refuse_capture(states: OptimizerStates, everyone: list[Tensor]) -> None:
-    """RuntimeError for what cannot be captured into a CUDA graph, where this is."""
+    """While a CUDA graph is captured, raises RuntimeError for what cannot be captured."""
     if graph_capture.is_capturing(states.counts.device):
         graph_capture.refuse(
             states.groups,
@@ -270,7 +275,7 @@ def _refuse_capture(states: OptimizerStates, everyone: list[Tensor]) -> None:
 
 
 def _all_zero(shards: ShardMap, active: list[bool], grads: list[Tensor]) -> bool:
-    """On every rank that holds a part of them."""
+    """Whether all gradients are zero, on every rank that holds a part of one. Collective where they are sharded."""
     something = torch.zeros(1, device="cpu")
     if any(bool(g.any()) for g in grads):
         something.fill_(1)

@@ -1,4 +1,4 @@
-"""torch's functions that clip gradients, where these are elsewhere than in `.grad` or an optimizer has to know."""
+"""Patches torch's functions that clip gradients: they find sharded gradients, and optimizers learn of the clip."""
 
 import functools
 import types
@@ -18,7 +18,7 @@ ROUTED = "_torch_ext_routed"
 
 
 def _clip_value(params: list[Tensor], clip_value: float, foreach: bool | None = None) -> None:
-    """Elements are clamped where they are: each on the rank that steps it."""
+    """Clamps gradients in place, each element on the rank that steps it."""
     found = shard_map.ShardMap(params)
     for owner in reducer_registry.owners_of(params):
         owner.before_step()
@@ -36,7 +36,7 @@ def _clip_with_norm(params: list[Tensor], *_args: Any, **_options: Any) -> None:
     )
 
 
-# torch's function of that name -> ours, where a gradient is elsewhere than in `.grad`.
+# Name of torch's function -> ours, which runs where gradients are sharded: they are not in `.grad`.
 _OURS: dict[str, Function] = {
     "clip_grad_norm_": clip_grad_norm_,
     "clip_grad_value_": _clip_value,
@@ -45,15 +45,15 @@ _OURS: dict[str, Function] = {
 
 
 def route() -> None:
-    """From here on torch.nn.utils.clip_grad_norm_ and clip_grad_value_ find sharded gradients, and optimizers that
-    `watch` are told of them; other parameters they treat as before. Again and again is as good as once."""
+    """Patches torch's functions in place. They then find sharded gradients, and tell optimizers that were registered by
+    `clipped.watch`. For other parameters torch's own code runs. May be called again."""
     for name, ours in _OURS.items():
         _route([torch.nn.utils, torch.nn.utils.clip_grad], name, ours)
 
 
 def _route(modules: Sequence[types.ModuleType], name: str, ours: Function) -> None:
-    """Whoever imported the function by its name has it already, so it is replaced inside of the decorator that torch
-    has around it; where there is none, in the modules that users import it from."""
+    """Patches one function. Code that has imported it by name would not see a replacement in its module. So it is
+    replaced inside of torch's decorator around it, or, where there is no decorator, in the modules that export it."""
     theirs = getattr(modules[0], name, None)
     if theirs is None:
         return

@@ -1,26 +1,26 @@
-"""What is remembered of a step in parts that raised, or was interrupted, between them, where no other rank knows."""
+"""Remembers that a step of several library calls raised, or was interrupted, between two of them."""
 
 from torch_ext.optim.step_plan import StepPlan
 from torch_ext.optim.step_progress import NotStepped, StepProgress
 
 
 class UnfinishedStep:
-    """Whether the last step stepped some parameters and not the others."""
+    """Remembers whether the last step may have stepped some parameters and not the others."""
 
     def __init__(self) -> None:
-        self._is = False
+        self._unfinished = False
 
     def note(self, plan: StepPlan | None, progress: StepProgress, error: BaseException) -> None:
-        """A step that wrote something raised the error."""
-        known = progress.wrote_all or isinstance(error, NotStepped)  # whose message says what was stepped
-        self._is = not known and plan is not None and plan.in_parts
+        """Called when a step that had written something raised the error."""
+        known = progress.wrote_all or isinstance(error, NotStepped)  # its message says what was not stepped
+        self._unfinished = not known and plan is not None and plan.takes_several_calls
 
     def forget(self) -> None:
-        self._is = False
+        self._unfinished = False
 
     def refuse(self, doing: str) -> None:
-        """RuntimeError where there is one."""
-        if self._is:
+        """Raises RuntimeError if the last step is unfinished."""
+        if self._unfinished:
             raise RuntimeError(
                 f"{doing} after a step() that was interrupted, or raised, when it had perhaps stepped some of the "
                 "parameters and not the others: load a checkpoint of model and optimizer, or call zero_grad(), which "

@@ -1,1 +1,1 @@
-"""The part of states and masters that lies on the host and is stepped there."""
+"""States and masters that are stored on the host (offload_fraction), and their step there."""

@@ -1,5 +1,5 @@
-"""Copies between a device and the host, which run beside what both compute: the one place of the step on the host that
-knows the device. `copies_of` makes them.
+"""Copies between a device and the host that overlap with the work of both. Only this module of the step on the host
+depends on the kind of device. `copies_of` makes the object for a device.
 """
 
 import atexit
@@ -19,59 +19,60 @@ from torch_ext.tensors import host_copies
 
 
 class HostCopies:
-    """Parameters and gradients lie in host memory, too: a copy is done when it is asked for, and another batch in
-    advance would only take room in the cache. Also what the copies of a device are asked for."""
+    """Copies for parameters that are in host memory themselves, and the interface of copies for other devices.
+
+    A copy is done at once. More than one batch at a time would only take room in the cache."""
 
     shared = True
-    """Whether the device's memory is the host's: what is only read need not be copied then."""
+    """Whether the device's memory is the host's: then tensors that are only read need no copy."""
     slots = 1
-    """How many batches each thread has under way."""
+    """How many batches each thread works on at a time."""
     numel = 1 << 15
-    """Elements of a batch; a multiple of SAMPLED. What was copied shall be in the second-level cache when it is
-    stepped, and be copied back from there; what the step itself reads and writes passes through it, too. Measured:
-    16 Ki to 64 Ki elements do equally well, fewer or more are slower."""
+    """Elements of a batch; a multiple of SAMPLED. A batch should stay in the second-level cache from its copy to its
+    step and to the copy back, while the step's own reads and writes pass through that cache, too. Measured: 16 Ki to
+    64 Ki elements do equally well, fewer or more are slower."""
 
     def buffer(self, nbytes: int) -> Tensor:
-        """Host memory for copies: uint8 [nbytes], uninitialised."""
+        """Returns host memory for copies: uint8 [nbytes], uninitialised."""
         return host_copies.allocate(nbytes, pinned=not self.shared)
 
     def begin(self) -> None:
-        """Copies from here on wait for what the device was told to do so far."""
+        """Makes all later copies wait for the device work that was launched so far."""
 
     def to_host(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Copies one after the other, pairs of equal shapes, asked for by any thread. Both stay as they are until
-        `wait` for a later mark has returned."""
+        """Starts copies of pairs of equal shapes, one after the other; any thread may call it. Sources and targets must
+        stay as they are until `wait` has returned for a later mark."""
         host_copies.copy(zip(targets, sources, strict=True))
 
     def mark(self) -> Any:
-        """Stands for every copy to the host that was asked for so far."""
+        """Returns a mark that stands for every copy to the host that was started so far."""
 
     def wait(self, mark: Any) -> None:
-        """The host waits until what the mark stands for is done."""
+        """Blocks the host until the copies of the mark are done."""
 
     def end(self) -> None:
-        """What the device is told to do from here on waits for every copy to it."""
+        """Makes all device work that is launched from now on wait for every copy to the device."""
 
     def finish(self) -> None:
-        """The host waits until every copy is done. Ends no other thread's capture of a graph."""
+        """Blocks the host until every copy is done. Does not break another thread's capture of a CUDA graph."""
 
     def native(self, slots: int) -> int | None:
-        """For tx_adamw_offloaded with so many slots in all: the address of a tx_copy_ops, which lives as long as this.
-        None: host memory is copied by the thread that steps it."""
+        """Returns the address of a tx_copy_ops for tx_adamw_offloaded with `slots` slots in all; it lives as long as
+        this object. None: the thread that steps a batch copies it in host memory."""
         return None
 
 
 class CudaCopies(HostCopies):
-    """A stream for each direction."""
+    """Copies for a CUDA device, with a stream for each direction."""
 
     shared = False
     slots = 3
-    numel = 1 << 19  # a copy takes ten microseconds at least: those of a batch shall take several times as long
+    numel = 1 << 19  # a copy costs at least ten microseconds: copying a batch should take several times as long
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._ops: list[_CudaCopyOps] = []  # earlier ones, of fewer slots, may have copies under way
+        self._ops: list[_CudaCopyOps] = []  # earlier ones, with fewer slots, are kept: they may have unfinished copies
 
     def begin(self) -> None:
         for stream in (self._down, self._up):
@@ -102,11 +103,11 @@ class CudaCopies(HostCopies):
 
 
 class _CudaCopyOps(CopyOps):
-    """Copies by the library for GPUs, over two streams, which must stay. Raises RuntimeError where the library is not
-    there, or a CUDA call fails."""
+    """A tx_copy_ops of the CUDA library, over two streams, which must outlive it. Raises RuntimeError where the library
+    is missing, or a CUDA call fails."""
 
     def __init__(self, down: torch.cuda.Stream, up: torch.cuda.Stream, slots: int) -> None:
-        """slots: of all threads."""
+        """slots: of all threads together."""
         super().__init__()
         self.slots, self._library = slots, ctypes.CDLL(cuda_library.path())
         streams, error = map(ctypes.c_void_p, (down.cuda_stream, up.cuda_stream)), library.Error()
@@ -116,11 +117,11 @@ class _CudaCopyOps(CopyOps):
 
     def __del__(self) -> None:
         if hasattr(self, "_library"):
-            self._library.tx_cuda_copies_free(ctypes.byref(self))  # of nothing where none was made
+            self._library.tx_cuda_copies_free(ctypes.byref(self))  # does nothing where tx_cuda_copies_make has failed
 
 
 def copies_of(device: torch.device) -> HostCopies:
-    """What the step on the host of parameters on this device copies with. ValueError where it cannot."""
+    """Returns the copies for parameters on this device. ValueError for devices other than cpu and cuda."""
     if device.type == "cpu":
         return HostCopies()
     if device.type == "cuda":
@@ -129,10 +130,10 @@ def copies_of(device: torch.device) -> HostCopies:
 
 
 class Buffers:
-    """Host memory for copies, made once: of the largest size that was asked for so far.
+    """Host memory for copies, allocated once, in the largest size that was requested so far.
 
-    torch does not know of the library's copies, and would give pinned memory to another user as soon as nothing refers
-    to it: so it is freed, and the process exits, after they are done.
+    torch does not know of the library's copies: as soon as nothing refers to pinned memory, it may give that to another
+    user. So memory is freed, and the process exits, only after all copies are done.
     """
 
     def __init__(self, copies: HostCopies, device: torch.device) -> None:
@@ -143,11 +144,11 @@ class Buffers:
         _alive.add(self)
 
     def take(self, what: Hashable, nbytes: int) -> Tensor:
-        """At least so many bytes; the same ones whenever the same is asked for."""
+        """Returns memory of at least `nbytes` bytes: the same memory in each call with the same `what`."""
         made = self._made.get(what)
         if made is None or made.numel() < nbytes:
             if made is not None:
-                self.copies.finish()  # its content may not have been sent yet
+                self.copies.finish()  # copies from the smaller memory may still be running
             made = self._made[what] = self.copies.buffer(nbytes)
         return made
 
@@ -156,14 +157,14 @@ _alive: "weakref.WeakSet[Buffers]" = weakref.WeakSet()
 
 
 def _finish(copies: HostCopies) -> None:
-    with contextlib.suppress(RuntimeError):  # a device that failed copies nothing any more
+    with contextlib.suppress(RuntimeError):  # raised if the device has failed; it copies nothing any more then
         copies.finish()
 
 
 @functools.cache
 def _finish_before_exit() -> None:
-    """At exit, handlers run in the reverse order of their registration: ours ahead of those of torch, which is loaded
-    and has a device by now."""
+    """Registers an exit handler that finishes all copies. Handlers run in reverse order of registration: torch has
+    registered its own already, so ours runs before them."""
 
     def finish_all() -> None:
         for buffers in list(_alive):

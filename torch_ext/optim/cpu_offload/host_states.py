@@ -1,7 +1,7 @@
-"""The states and masters that lie on the host while the parameters are on a device (`offload_fraction`).
+"""The states and masters that are stored on the host while their parameters are on a device (`offload_fraction`).
 
-There is one master of each of these parameters, here; opt.state has the step only, and without it (after
-opt.state.clear(), say) there is no state. Weights are the device's.
+Such a parameter has its only master here. opt.state has its step only; if that is removed (by opt.state.clear(), say),
+the state here is dropped, too. Weights are on the device.
 """
 
 import ctypes
@@ -20,8 +20,10 @@ from torch_ext.optim.state.param_state import AllGatherTarget, ParamState
 
 
 class HostStates:
+    """The states of an optimizer that are stored on the host."""
+
     def __init__(self, fraction: float) -> None:
-        """fraction: of the bytes of states and masters. ValueError unless it is in [0, 1]."""
+        """fraction: the share of the bytes of states and masters. ValueError unless it is in [0, 1]."""
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
             raise ValueError(f"offload_fraction is {fraction!r}; a number in [0, 1] is legal")
         self.fraction = float(fraction)
@@ -32,8 +34,8 @@ class HostStates:
         return self.__dict__ | {"_buffers": None}
 
     def choose(self, n: int, size_of: Callable[[int], int]) -> list[bool]:
-        """Which of n parameters are stepped here. size_of: bytes of the state and master of what this rank steps of
-        one, whether they exist yet or not; 0 of one that is not trained."""
+        """Returns for each of n parameters whether it is stepped on the host. size_of: the bytes of state and master of
+        this rank's part of a parameter, whether they exist yet or not; 0 for a frozen parameter."""
         if self.fraction == 0:
             return [False] * n
         return choose(list(map(size_of, range(n))), self.fraction)
@@ -41,19 +43,19 @@ class HostStates:
     # -- states
 
     def peek(self, p: Tensor, entry: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The stored state of p, wherever it is. entry: p's of opt.state."""
+        """Returns the stored state of p, wherever it is. entry: p's entry in opt.state."""
         held = self._states.get(p)
         return entry if held is None or "step" not in entry else {**held, **entry}
 
     def entry(self, state: dict[Tensor, dict[str, Any]], p: Tensor, here: bool) -> dict[str, Any]:
-        """The stored state of p, moved to the host (`here`) or to the parameter's device if it is elsewhere."""
+        """Returns the stored state of p, after moving it to the host (`here`) or to the parameter's device."""
         entry = access.entry(state, p)
         if not here:
             held = self._states.pop(p, {})
             entry.update({key: value.to(p.device) for key, value in held.items()} if "step" in entry else {})
             return entry
         held = self._states.setdefault(p, {})
-        if "step" not in entry:  # there is no state, or somebody dropped it
+        if "step" not in entry:  # there is no state, or code outside the optimizer has dropped it
             held.clear()
             entry["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
         for key in [key for key in entry if key != "step"]:
@@ -62,25 +64,25 @@ class HostStates:
         return held
 
     def tensors(self) -> Iterator[Tensor]:
-        """All of them."""
+        """Yields all state tensors on the host."""
         return (t for held in self._states.values() for t in held.values() if isinstance(t, Tensor))
 
-    def put(self, p: Tensor, at_rest: dict[str, Any]) -> dict[str, Any]:
-        """Keeps a state that was loaded; returns what opt.state has of it."""
-        self._states[p] = at_rest
-        return {"step": at_rest["step"]}
+    def put(self, p: Tensor, stored: dict[str, Any]) -> dict[str, Any]:
+        """Stores a state that was loaded; returns the entry of p for opt.state."""
+        self._states[p] = stored
+        return {"step": stored["step"]}
 
     def follow(self, p: Tensor, entry: Mapping[str, Any], step: Tensor) -> None:
-        """Drops the state of p where somebody dropped what opt.state has of it. entry: p's there, which will have this
-        step."""
+        """Drops the state of p if its entry in opt.state was dropped, else makes `step` its step. entry: p's entry in
+        opt.state, which the caller gives the same step."""
         if "step" not in entry:
             self._states.pop(p, None)
         elif p in self._states:
             self._states[p]["step"] = step
 
     def follow_moved(self, params: Sequence[Tensor], state: dict[Tensor, dict[str, Any]]) -> None:
-        """Where somebody gave the entry of a parameter that left to another one, as in state[new] = state.pop(old), the
-        rest of the state comes along: their step is one tensor."""
+        """Moves states along with entries that were moved in opt.state, as in state[new] = state.pop(old): gives the
+        state of a parameter that the optimizer no longer has to the one whose entry has the same step tensor."""
         left = self._states.keys() - set(params)
         owners = {id(self._states[p]["step"]): p for p in left if "step" in self._states[p]}
         for p in params if owners else ():
@@ -89,7 +91,7 @@ class HostStates:
                 self._states[p] = self._states.pop(owners.pop(id(step)))
 
     def clear(self) -> None:
-        """Drops all states: others are loaded."""
+        """Drops all states, before others are loaded."""
         self._states.clear()
 
     def keep_only(self, params: set[Tensor]) -> None:
@@ -102,7 +104,7 @@ class HostStates:
     def plan(
         self, members: Sequence[ParamState], gathers: Sequence[AllGatherTarget], averaging: Averaging
     ) -> HostPlan | None:
-        """The step of those of the members that lie here; None: none does."""
+        """Returns the plan of the step of the members whose state is on the host; None where there are none."""
         chosen = [(m, gather) for m, gather in zip(members, gathers, strict=True) if m.host]
         if not chosen:
             return None
@@ -113,7 +115,8 @@ class HostStates:
 
 
 def choose(sizes: Sequence[int], fraction: float) -> list[bool]:
-    """Whether each of them is chosen, so that about `fraction` of their sum is (tx_offload_choose).
+    """Returns for each size whether it is chosen, so that the chosen ones are about `fraction` of the sum
+    (tx_offload_choose).
 
     sizes: bytes. ValueError unless fraction is in [0, 1].
     """

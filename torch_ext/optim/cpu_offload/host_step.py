@@ -1,15 +1,15 @@
-"""The step of the parameters whose state lies on the host: gradients are copied down, weights up, batch by batch.
+"""The step of the parameters whose state is on the host: gradients are copied down to the host, weights up, in batches.
 
-The library does that (tx_adamw_offloaded): several threads take batches from one queue, and while one is stepped the
-gradients of later ones are being copied down and the weights of earlier ones up. What is copied, per element and step:
+The library does that (tx_adamw_offloaded): several threads take batches from one queue. While one batch is stepped, the
+gradients of later batches are copied down and the weights of earlier ones up. What is copied, per element and step:
 
   the gradient down, the weight up        always
-  the weight down                         where there is no master, or a 16-bit remainder: then the weight on the device
-                                          is (the upper half of) the only master, and a copy here could go stale
-  a sample of the weight down             beside an fp32 master, which is compared with it: all of a small parameter, 32
-                                          of every 2048 elements of a large one
-  all of the weight down, before the step where the sample, or `state/write_check.py`, shows that it was modified
-                                          outside the optimizer
+  the weight down                         without a master, or with a 16-bit remainder: the weight on the device is then
+                                          (the upper half of) the only master, and a copy on the host could be outdated
+  a sample of the weight down             with an fp32 master, to compare the two: all of a small parameter, 32 of every
+                                          2048 elements of a large one
+  all of the weight down, before the step if the sample, or `state/write_check.py`, shows that it was modified outside
+                                          the optimizer
 """
 
 import contextlib
@@ -30,6 +30,8 @@ from torch_ext.tensors import dense
 
 
 class HostPlan:
+    """The arguments and buffers of the step on the host, kept from step to step."""
+
     def __init__(
         self,
         members: Sequence[ParamState],
@@ -37,12 +39,12 @@ class HostPlan:
         buffers: Buffers,
         averaging: Averaging,
     ) -> None:
-        """gathers: of each member, the bucket that is gathered after its step."""
+        """gathers: for each member, the bucket that is all-gathered after its step."""
         self.members = list(members)
         self._buffers, self._copies = buffers, buffers.copies
-        at_rest = [m.stored() for m in members]
-        self.memory = FixedMemory([*(m.place for m in members), *(t for row in at_rest for t in row if t is not None)])
-        # A weight that isn't dense is stepped as a contiguous copy beside it.
+        stored = [m.stored() for m in members]
+        self.memory = FixedMemory([*(m.place for m in members), *(t for row in stored for t in row if t is not None)])
+        # A weight that isn't dense is stepped as a contiguous copy on its device.
         weights = [m.weight.detach() for m in members]
         self._layouts = list(map(dense.dense_or_empty, weights))
         self._copied = [i for i, (w, layout) in enumerate(zip(weights, self._layouts, strict=True)) if layout is not w]
@@ -52,7 +54,7 @@ class HostPlan:
         self._counters, self._averaging = Counters(), averaging
         self._calls = {gather: self._call(chosen) for gather, chosen in self._of.items()}
         self._sample = sample_of([m for m in members if m.kinds.master == "master_param"], buffers)
-        self._grads: list[Tensor] = []  # during a step, as what follows
+        self._grads: list[Tensor] = []  # set during a step only, as _scalars_ready is
         self._scalars_ready: Any = None
 
     def _call(self, chosen: Sequence[int]) -> Call:
@@ -63,22 +65,22 @@ class HostPlan:
 
     @property
     def resynced(self) -> int:
-        """Elements beside remainders that were modified outside the optimizer, in the last step."""
+        """The number of elements with a remainder that the last step has found modified outside the optimizer."""
         return self._counters.resynced
 
     @property
     def skipped(self) -> bool:
-        """Whether the operator left the last step out."""
+        """Whether the library has skipped the last step."""
         return self._counters.skipped
 
     @property
     def gathers(self) -> Iterable[AllGatherTarget]:
-        """Of which buckets it steps a part."""
+        """The buckets of which some parameters are stepped on the host."""
         return self._of
 
     def stale(self) -> list[ParamState]:
-        """Members with an fp32 master of which the sample that `begin` asked for shows that the weight was modified
-        outside the optimizer."""
+        """Returns the members with an fp32 master whose weight was modified outside the optimizer, as the sample shows
+        that `begin` has requested."""
         return self._sample.stale()
 
     def begin(
@@ -90,10 +92,10 @@ class HostPlan:
         sample: bool,
         external: int,
     ) -> None:
-        """What a step needs before its gradients leave for the host: a sample of the weights, if one is wanted. grads:
-        of the members. scalars: grad_scale, clip_coef, found_inf. external: tx_external_write, of weights that come
-        down. Raises RuntimeError, naming the parameter, for what no step takes: nothing has been written then, here or
-        on the device, whose own part is stepped afterwards."""
+        """Prepares a step: copies its scalars to the host, and a sample of the weights if `sample`. grads: of the
+        members. scalars: grad_scale, clip_coef, found_inf. external: tx_external_write, for weights that are copied
+        down. Raises RuntimeError, naming the parameter, for illegal arguments: nothing has been written then, on the
+        host or on the device, which steps its own parameters afterwards."""
         for member, grad in zip(self.members, grads, strict=True):
             refuse_grad(member, grad)
         self._grads = list(map(dense.in_order_of, self._layouts, grads))
@@ -113,7 +115,7 @@ class HostPlan:
                 self._calls[gather].prepare([self._grads[i] for i in chosen], settings)
 
     def _on_host(self, scalars: Sequence[Tensor]) -> list[Tensor]:
-        """Scalars of the step, on the host."""
+        """Starts to copy the step's scalars to the host; returns the copies."""
         here = self._buffers.take("scalars", 4 * len(scalars)).view(torch.float32)
         on_host = [here[i : i + 1] if scalar.numel() else dense.NONE for i, scalar in enumerate(scalars)]
         there = [(to, scalar.view(-1)) for to, scalar in zip(on_host, scalars, strict=True) if scalar.numel()]
@@ -121,15 +123,15 @@ class HostPlan:
         return on_host
 
     def _lrs_on_host(self, lrs: Sequence[Tensor]) -> list[Tensor]:
-        """Likewise; each has 4 or 8 bytes."""
+        """Starts to copy lr tensors (4 or 8 bytes each) to the host; returns the copies."""
         here = self._buffers.take("lrs", 8 * len(lrs)).view(-1, 8) if lrs else ()
         on_host = [row.view(lr.dtype)[:1] for row, lr in zip(here, lrs, strict=True)]
         self._copies.to_host(on_host, [lr.view(-1) for lr in lrs])
         return on_host
 
     def step(self, gather: AllGatherTarget) -> None:
-        """Steps what is gathered with this bucket. What the device does next, a gather say, sees the weights. Raises
-        RuntimeError where a copy fails; others may have been stepped then."""
+        """Steps the members whose all-gather is `gather`. Device work that is launched afterwards (the all-gather, say)
+        waits for their weights. Raises RuntimeError where a copy fails; some members may have been stepped then."""
         chosen = self._of.get(gather)
         if chosen is None:
             return
@@ -143,7 +145,7 @@ class HostPlan:
 
     @contextlib.contextmanager
     def _naming(self, chosen: Sequence[int]) -> Iterator[None]:
-        """What the library says of a call with these members, with the name of the one that it speaks of."""
+        """Adds the parameter's name to an error of the library in a call with these members."""
         try:
             yield
         except (RuntimeError, TypeError, ValueError) as refusal:
@@ -151,7 +153,7 @@ class HostPlan:
             raise RuntimeError(f"{named(str(refusal), names)} (in the step on the host)") from None
 
     def end(self) -> None:
-        """The gradients are free to go."""
+        """Ends the step: waits for the copies, and releases the gradients."""
         if not self._grads:
             return
         self._copies.wait(self._copies.mark())

@@ -1,4 +1,4 @@
-"""The library's tx_adamw_offloaded: mirrors of its structs, and torch's threads."""
+"""Mirrors of the structs of the library's tx_adamw_offloaded, and torch's thread pool for it."""
 
 import ctypes
 import functools
@@ -22,16 +22,16 @@ class CopyOps(native_library.Struct):
 
 @structs.mirror("tx_staging", addresses=True)
 class Staging(native_library.Struct):
-    """Where batches are while they are stepped."""
+    """The memory that batches are in while they are stepped."""
 
 
 @structs.mirror("tx_parallel")
 class Threads(native_library.Struct):
-    """The caller's threads."""
+    """The threads that the library uses: the caller's."""
 
 
 def threads() -> Threads:
-    """torch's, as many as it has now."""
+    """Returns torch's thread pool, with its current number of threads."""
     found = Threads()
     _torch_parallel()(ctypes.byref(found))
     return found
@@ -44,6 +44,6 @@ def _torch_parallel() -> Callable[..., None]:
 
 @functools.cache
 def adamw_offloaded() -> Callable[[int, int, int, int], int]:
-    """tx_adamw_offloaded: takes the addresses of AdamWArguments, of a Staging, of Threads and of an Error,
-    and runs without the interpreter's lock. Returns the status, for native_library.check."""
+    """Returns tx_adamw_offloaded. It takes the addresses of AdamWArguments, a Staging, Threads and an Error, runs
+    without the GIL, and returns the status for native_library.check."""
     return native_library.function("tx_adamw_offloaded", *[_Pointer] * 4, restype=_Int32)

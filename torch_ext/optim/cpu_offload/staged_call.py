@@ -1,6 +1,6 @@
-"""The step on the host of what is gathered together: one call of tx_adamw_offloaded.
+"""The step on the host of the parameters of one bucket: one call of tx_adamw_offloaded.
 
-Past torch's operators, whose tensors would all have to be where the call runs.
+It is not a torch operator: these need all their tensors on one device.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from torch_ext.optim.state.averaging import Averaging
 
 
 class Counters:
-    """What the calls of a step count."""
+    """The counters that all calls of a step add to."""
 
     def __init__(self) -> None:
         self._counts = (ctypes.c_int64 * 2)()
@@ -30,25 +30,28 @@ class Counters:
 
     @property
     def skipped(self) -> bool:
+        """Whether the step was skipped."""
         return bool(self._counts[0])
 
     @property
     def resynced(self) -> int:
-        """Elements whose master became the weight."""
+        """The number of elements whose master was reset to the weight."""
         return self._counts[1]
 
 
 class Settings(NamedTuple):
-    """What is the same for all calls of a step."""
+    """The arguments that are the same for all calls of a step."""
 
     groups: Tensor  # of Hyper
     lrs: list[Tensor]
     shared: tuple[int, int, int]
     scalars: Sequence[Tensor]  # grad_scale, clip_coef, found_inf
-    external: int  # tx_external_write, of weights that come down
+    external: int  # tx_external_write, for weights that are copied down
 
 
 class Call:
+    """The arguments of one call, kept from step to step."""
+
     def __init__(
         self,
         weights: list[Tensor],
@@ -57,8 +60,8 @@ class Call:
         counters: Counters,
         averaging: Averaging,
     ) -> None:
-        """weights: dense memory, wherever it is; rows: the state of each (ParamState.stored), on the host; meta: rows
-        of tx_meta. All must stay where they are."""
+        """weights: dense memory, on any device. rows: the state of each (ParamState.stored), on the host. meta: rows of
+        tx_meta. The memory of all of them must not move."""
         self._held, self._weights = rows, weights
         self._meta = torch.tensor(meta, dtype=torch.int64, device="cpu")
         self._arguments = to = AdamWArguments(len(rows))
@@ -72,10 +75,11 @@ class Call:
         self._staging = staged_args.Staging(ctypes.sizeof(staged_args.Staging))
 
     def prepare(self, grads: Sequence[Tensor], settings: Settings) -> None:
-        """What `run` will step, and how. grads: dense memory beside the weights, that stays until then. Raises what the
-        library says where `run` would be refused; it names parameters by their number."""
+        """Sets the gradients and settings for `run`. grads: dense memory on the weights' device, which must stay until
+        then. Raises the library's error where it would reject `run`; the error has the parameter's index, not its
+        name."""
         to, error = self._arguments, library.Error()
-        self._settings = settings  # the arguments point to what it holds
+        self._settings = settings  # keeps alive the memory to which the arguments point
         self._grads[:] = list(map(adamw_args.elsewhere, grads))
         to.n_groups, to.groups = len(settings.groups), settings.groups.data_ptr()
         to.point("lrs", settings.lrs)
@@ -86,11 +90,11 @@ class Call:
         library.check(adamw_args.adamw_check()(ctypes.addressof(to), ctypes.addressof(error)), error)
 
     def run(self, buffers: Buffers) -> None:
-        """Steps them, or not (see Counters). Weights may still be copied when it returns. Raises what the library says,
-        where a copy fails."""
+        """Makes the call. The step may be skipped (see Counters). Weights may still be being copied to the device when
+        it returns. Raises the library's error where a copy fails."""
         to, staging, threads, error = self._arguments, self._staging, staged_args.threads(), library.Error()
         copies, slots = buffers.copies, buffers.copies.slots * threads.num_threads
-        # A memory for each division of slots: weights of the bucket before may still be copied from theirs.
+        # Separate memory for each size of slots: the previous call's weights may still be being copied from its slots.
         memory = buffers.take(("batches", *self._widest), slots * copies.numel * sum(self._widest))
         staging.copy_ops = copies.native(slots)
         staging.memory, staging.bytes = memory.data_ptr(), memory.nbytes

@@ -1,9 +1,9 @@
-"""Whether weights whose fp32 masters lie on the host were modified outside the optimizer.
+"""Finds weights that were modified outside the optimizer, among those whose fp32 masters are on the host.
 
-Such weights are not copied down for a step: of each a sample is compared, the elements that a checksum stands for
-(TX_SAMPLED). It is copied down and compared with what the masters round to; where the device's memory is the host's
-`ChecksumSample` reads it where it is: with copies a step takes 1.27 times as long there (8 tensors of 2^20 elements in
-bf16, one thread).
+Such weights are not copied down for a step. Instead a sample of each is compared: the elements that its checksums cover
+(TX_SAMPLED). `CopiedSample` copies the sample down and compares it with the rounded masters. Where the device's memory
+is the host's, `ChecksumSample` reads the weights in place, since with copies a step takes 1.27 times as long there (8
+tensors of 2^20 elements in bf16, one thread).
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,13 @@ from torch_ext.tensors import dense
 
 
 def sample_of(members: Sequence[ParamState], buffers: Buffers) -> "CopiedSample | ChecksumSample":
-    """members: each with an fp32 master."""
+    """Returns the sample for the members' device. members: each with an fp32 master."""
     return ChecksumSample(members) if buffers.copies.shared else CopiedSample(members, buffers)
 
 
 class CopiedSample:
+    """A sample that is copied to the host and compared with the masters."""
+
     def __init__(self, members: Sequence[ParamState], buffers: Buffers) -> None:
         self._members, self._copies = members, buffers.copies
         weights = [_sampled(m.weight.detach(), m.weight) for m in members]
@@ -40,12 +42,12 @@ class CopiedSample:
         self._copied: Any = None
 
     def take(self) -> None:
-        """Starts to copy it to the host, where the next `stale` compares it."""
+        """Starts to copy the sample to the host; the next `stale` compares it."""
         self._copies.to_host(self._on_host, self._on_device)
         self._copied = self._copies.mark()
 
     def stale(self) -> list[ParamState]:
-        """Members of which some sampled element is not what its master rounds to; none where no sample was taken."""
+        """Returns the members with a sampled element that its master does not round to; none if no sample was taken."""
         if self._copied is None or not self._on_device:
             return []
         self._copies.wait(self._copied)
@@ -58,6 +60,8 @@ class CopiedSample:
 
 
 class ChecksumSample:
+    """A sample that is read in place and compared with the checksums."""
+
     def __init__(self, members: Sequence[ParamState]) -> None:
         self._members, self._taken = members, False
         self._dense = all(dense.is_dense(m.weight) for m in members)
@@ -70,11 +74,11 @@ class ChecksumSample:
         return [dense.in_order_of(m.master, m.weight.detach()) for m in self._members]
 
     def take(self) -> None:
-        """The next `stale` compares it."""
+        """Makes the next `stale` compare the weights."""
         self._taken = True
 
     def stale(self) -> list[ParamState]:
-        """Members whose weights are not those of their checksums; none where no sample was taken."""
+        """Returns the members whose weights do not have their checksums; none if no sample was taken."""
         if not self._taken or not self._members:
             return []
         self._taken = False
@@ -87,8 +91,8 @@ class ChecksumSample:
 
 
 def _sampled(t: Tensor, weight: Tensor) -> list[Tensor]:
-    """Views of what is compared of a weight, or of its master, which has the same memory order if the weight is
-    dense."""
+    """Returns views of the sampled elements of t: a weight, or its master, whose memory order is the same if the weight
+    is dense."""
     if weight.numel() == 0:
         return []
     if weight.numel() <= constants.SAMPLED or not dense.is_dense(weight):

@@ -1,6 +1,6 @@
-"""Ranks that reduce gradients together compare what they keep of each parameter, once, before the first step: where
-states are cut, parts of different kinds would make no whole state, and no checkpoint; where they are not, the ranks'
-weights would part without a word."""
+"""Compares the dtypes of optimizer states between the ranks that reduce gradients together, once, before the first
+step. Where states are cut, parts in different dtypes could not be put together or saved in a checkpoint; where they are
+not, the ranks' weights would silently diverge."""
 
 import hashlib
 from collections.abc import Sequence
@@ -15,14 +15,15 @@ from torch_ext.optim.state.param_state import ParamState
 from torch_ext.optim.state.state_dtypes import MASTERS, StateDtypes
 from torch_ext.params import reducer_registry
 
-_KINDS = 4  # numbers of a parameter
+_CODES_PER_PARAM = 4  # see _codes
 
 _CALL = "step(): what each rank keeps as optimizer state"
 
 
 def refuse_differing(members: Sequence[ParamState]) -> None:
-    """RuntimeError on every rank, naming a parameter, a rank and what it keeps, where the ranks differ. Collective over
-    the groups of reducers of ours, whose gradients are there on all ranks or on none."""
+    """Raises RuntimeError on every rank, naming a parameter and two ranks with their dtypes, where the ranks differ.
+    Collective over the process groups of our reducers: their gradients are present on all ranks or on none, so that all
+    ranks make the call."""
     by_groups: dict[tuple[torch.distributed.ProcessGroup, ...], list[ParamState]] = {}
     for member in members:
         if (owner := reducer_registry.owner_of(member.param)) is None:
@@ -48,11 +49,12 @@ _EMAS = (None, *averaging.DTYPES)
 
 
 def _codes(kinds: StateDtypes) -> tuple[int, int, int, int]:
+    """Returns the dtypes of exp_avg, exp_avg_sq and master, and the kind of average, as numbers that can be sent."""
     master = None if kinds.master is None else MASTERS[kinds.master]
-    exp_avg, exp_avg_sq, of_master = (
+    exp_avg, exp_avg_sq, master_code = (
         0 if d is None else dtypes.code_of(d) or 0 for d in (kinds.exp_avg, kinds.exp_avg_sq, master)
     )
-    return exp_avg, exp_avg_sq, of_master, _EMAS.index(kinds.ema)
+    return exp_avg, exp_avg_sq, master_code, _EMAS.index(kinds.ema)
 
 
 def _gathered(mine: Tensor, group: torch.distributed.ProcessGroup) -> list[Tensor]:
@@ -64,7 +66,7 @@ def _gathered(mine: Tensor, group: torch.distributed.ProcessGroup) -> list[Tenso
 def _refuse(cut: Sequence[ParamState], rows: Sequence[Tensor], group: torch.distributed.ProcessGroup) -> None:
     ranks = torch.distributed.get_process_group_ranks(group)
     for i, member in enumerate(cut):
-        kept = [tuple(row[_KINDS * i : _KINDS * i + _KINDS].tolist()) for row in rows]
+        kept = [tuple(row[_CODES_PER_PARAM * i : _CODES_PER_PARAM * i + _CODES_PER_PARAM].tolist()) for row in rows]
         for rank, other in zip(ranks, kept, strict=True):
             if other != kept[0]:
                 raise RuntimeError(

@@ -1,4 +1,4 @@
-"""State tensors as they are stored: what a checkpoint holds that keeps them so."""
+"""State tensors in their stored form (8-bit moments, remainders), for checkpoints that keep that form."""
 
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from torch_ext.tensors import dense
 
 
 class Scaled(NamedTuple):
-    """A block-scaled moment, in memory order, with the rest of the blocks in which it begins and ends."""
+    """A range of a block-scaled moment, in memory order, extended to whole blocks at both ends."""
 
     codes: Tensor
     scales: Tensor
@@ -23,11 +23,12 @@ class Scaled(NamedTuple):
     format: int
     """constants.FORMAT_*."""
     skip: int
-    """Elements before the first one that is wanted."""
+    """How many codes come before the first element of the range."""
 
 
 def scaled_of(t: Tensor) -> Scaled | None:
-    """Views of what is stored of it; None where that is something else, or lies apart."""
+    """Returns views of the stored codes and scales of t. None where t is not block-scaled, its elements are not
+    contiguous in the store, or some writes to it are still pending."""
     if not isinstance(t, StateTensor | ChunkTensor) or not isinstance(t.handle.source, EncodedState):
         return None
     source = t.handle.source
@@ -36,6 +37,7 @@ def scaled_of(t: Tensor) -> Scaled | None:
 
 
 def _blocks(source: EncodedState, begin: int, end: int, numel: int) -> Scaled | None:
+    """Returns the blocks that hold elements [begin, end). None where these are more than the `numel` wanted ones."""
     if source.key not in FORMATS or end - begin != numel or begin == end:
         return None
     first, last = begin // constants.BLOCK, -(-end // constants.BLOCK)
@@ -45,9 +47,10 @@ def _blocks(source: EncodedState, begin: int, end: int, numel: int) -> Scaled | 
 
 
 def assigned(t: Tensor, found: Scaled) -> bool:
-    """Whether t, whose elements `found` has in the same memory order, has blocks of the same form and was given these:
-    what decoding and encoding again would come to. What is in grains of which t has a part only is written as values
-    (see EncodedState)."""
+    """Copies the blocks of `found`, which has the elements of t in the same memory order, to t. The result is that of
+    decoding and encoding them. Returns False, and writes nothing, where t has no blocks of the same form.
+
+    Grains (see EncodedState) of which t has only a part are written as decoded values."""
     own = _own_blocks(t)
     if own is None or (own.format, found.skip) != (found.format, 0) or own.codes.dtype != found.codes.dtype:
         return False
@@ -72,7 +75,7 @@ def assigned(t: Tensor, found: Scaled) -> bool:
 
 
 def _own_blocks(t: Tensor) -> Scaled | None:
-    """Views of the blocks of a chunk that begins with one and ends with one."""
+    """Returns views of the blocks of a chunk that begins and ends at block boundaries; None for any other tensor."""
     if not isinstance(t, ChunkTensor) or not isinstance(t.handle.source, EncodedState):
         return None
     found = _blocks(t.handle.source, *t.stored_range(), t.numel())
@@ -80,7 +83,8 @@ def _own_blocks(t: Tensor) -> Scaled | None:
 
 
 def decoded(found: Scaled, numel: int) -> Tensor:
-    """So many elements, fp32 and flat. RuntimeError or TypeError where codes and scales are not of each other."""
+    """Returns the `numel` elements of the range, fp32 and flat. RuntimeError or TypeError where codes and scales do not
+    fit each other."""
     values = torch.empty(found.codes.numel(), dtype=torch.float32, device="cpu")
     options = (dense.NONE, found.format, constants.NEAREST, 0, 0)
     ops.call("cast_", [found.codes], [values], [found.scales], [], *options)
@@ -88,18 +92,19 @@ def decoded(found: Scaled, numel: int) -> Tensor:
 
 
 class Remainder(NamedTuple):
-    """An fp32 master beside its bf16 weight, in memory order. Every bit of it is there."""
+    """An fp32 master, stored without loss as the bits that its bf16 weight lacks, in memory order."""
 
     remainder: Tensor
     """int16, as master_encode_ makes it."""
     others: Tensor
-    """int64: elements for which weight and remainder do not stand: one in 10^5, or somebody wrote to the weight."""
+    """int64: indices of elements that weight and remainder do not give exactly: one in 10^5, and where the weight was
+    modified outside the optimizer."""
     bits: Tensor
-    """int32: what these are."""
+    """int32: the bits of these elements."""
 
 
 def beside(master: Tensor, weight: Tensor) -> Remainder | None:
-    """Both flat; None where many elements do not round to their weights."""
+    """Encodes a master by its weight, both flat; None where many elements do not round to their weights."""
     rounded, remainder = weight.clone(), torch.empty_like(master, dtype=torch.int16)
     ops.call("master_encode_", [master], [rounded], [remainder])
     none = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -111,7 +116,7 @@ def beside(master: Tensor, weight: Tensor) -> Remainder | None:
 
 
 def master_of(weight: Tensor, found: Remainder) -> Tensor:
-    """Flat. IndexError where `others` are no elements of it."""
+    """Returns the master, flat. IndexError where `others` has an index outside of it."""
     master = torch.empty_like(weight, dtype=torch.float32)
     ops.call("master_decode_", [weight], [found.remainder], [master])
     master.view(torch.int32)[found.others] = found.bits

@@ -1,4 +1,4 @@
-"""Which average of its masters an optimizer keeps: ema_decay, ema_dtype and ema_every."""
+"""The settings of the average that an optimizer keeps of its masters: ema_decay, ema_dtype and ema_every."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -9,17 +9,17 @@ DTYPES = (torch.bfloat16, "24bit", torch.float32)
 
 
 class Averaging(NamedTuple):
-    """Every `every`-th step: average += (1 - decay) * (master - average)."""
+    """In every `every`-th step: average += (1 - decay) * (master - average)."""
 
     dtype: "torch.dtype | str | None" = None
-    """What the average is stored in; None: there is none."""
+    """The dtype in which the average is stored; None: there is no average."""
     decay: float = 0.0
     every: int = 1
 
     @classmethod
     def of(cls, decay: Any, dtype: Any, every: Any) -> "Averaging":
-        """Of an optimizer's arguments. ValueError, naming the argument, for what is not legal, and for how to keep an
-        average that is not kept."""
+        """Returns the settings for the arguments of an optimizer. ValueError, naming the argument, for one that is not
+        legal, and for ema_dtype or ema_every without ema_decay."""
         if decay is None:
             for name, value, default in (("ema_dtype", dtype, torch.bfloat16), ("ema_every", every, 1)):
                 if value != default:
@@ -40,7 +40,7 @@ class Averaging(NamedTuple):
         return cls(dtype, float(decay), every)
 
     def begun(self, state: Mapping[str, Any]) -> bool:
-        """Whether a step has made an average of the parameter with this state. Waits for its device."""
+        """Whether a step has started the average of the parameter with this state. Waits for its device."""
         return float(state.get("step", 0)) >= self.every
 
 

@@ -1,4 +1,4 @@
-"""A run of a tensor's memory as boxes of its elements: checkpoints know tensors by boxes, ranks have runs."""
+"""Converts a run of a tensor's memory, which is what a rank has, to boxes of its elements, which checkpoints use."""
 
 import ctypes
 import functools
@@ -23,7 +23,7 @@ class Run(NamedTuple):
 
     shape: Index
     order: Index
-    """The dimensions, those of the greatest stride first."""
+    """The dimensions, those with the largest stride first."""
     start: int
     stop: int
 
@@ -42,8 +42,8 @@ class Run(NamedTuple):
         return tuple(found)
 
     def boxes(self, limit: int) -> list[Box]:
-        """Boxes of at most `limit` elements, each once in memory order and whole (tx_layout_boxes). A tensor without
-        elements is one box: that it is there is all there is to know."""
+        """Returns disjoint boxes of at most `limit` elements that cover the run, in memory order (tx_layout_boxes). A
+        tensor without elements is one empty box, so that a checkpoint knows that it exists."""
         ndim = len(self.shape)
         if prod(self.shape) == 0:
             return [Box((0,) * ndim, self.shape)]
@@ -62,5 +62,5 @@ def _boxes() -> Callable[..., None]:
 
 
 def order_of(shape: Sequence[int], strides: Sequence[int]) -> Index:
-    """The dimensions of a dense tensor in memory order; where one has no extent, any place is right for it."""
+    """Returns the dimensions of a dense tensor in memory order. Dimensions of size 0 or 1 fit anywhere: here, last."""
     return tuple(sorted(range(len(shape)), key=lambda dim: (-strides[dim], dim) if shape[dim] > 1 else (0, dim)))

@@ -1,10 +1,10 @@
 """Tensors that torch.distributed.checkpoint saves and loads in chunks (ChunkStorageMetadata), one at a time.
 
-Note: decoded chunks. Of a state tensor that is encoded, or whose elements are on several ranks, there is no memory that
-torch.distributed.checkpoint could read. It asks such tensors for their chunks (`__create_chunk_list__`), makes write
-and read items of these, and asks for the tensor of each item when its turn comes (`__get_tensor_shard__`). That is a
-ChunkTensor: it is decoded when it is pickled and encoded when it is copied to, so that one chunk's values at a time are
-in memory.
+Note: decoded chunks. A state tensor that is encoded, or whose elements are on several ranks, has no memory that
+torch.distributed.checkpoint could read. For such tensors it asks for a list of chunks (`__create_chunk_list__`), makes
+a write or read item of each, and asks for the tensor of an item only when it is processed (`__get_tensor_shard__`).
+That tensor is a ChunkTensor: it is decoded when it is pickled, and encoded when it is copied to. So only one chunk's
+values are in memory at a time.
 """
 
 import gc
@@ -22,24 +22,24 @@ from torch_ext.optim.state.sources import Source, ranges
 from torch_ext.tensors import dense
 
 CHUNK_NUMEL = 1 << 18
-"""The most elements of a chunk."""
+"""The largest number of elements in a chunk."""
 
 aten = torch.ops.aten
 
 
 class StateHandle(NamedTuple):
-    """The elements of a state tensor that this rank has."""
+    """Describes the elements of a state tensor that this rank has, and how to read and write them."""
 
     source: Source
     run: Run
-    """Which they are, of the tensor."""
+    """Which elements of the tensor they are."""
     origin: Index
-    """Where the tensor begins in that of the checkpoint: a DTensor, of which it is the local part."""
+    """The index of the tensor's first element in the checkpoint's tensor; not zero for the local part of a DTensor."""
     what: str
-    """For messages."""
+    """Names the tensor in messages."""
 
     def decoded(self) -> Tensor:
-        """The whole tensor, in memory of its own. RuntimeError where this rank has a part only."""
+        """Returns the whole tensor in new memory. RuntimeError where this rank has a part only."""
         run, source = self.run, self.source
         if not run.whole:
             raise RuntimeError(
@@ -55,12 +55,12 @@ class StateHandle(NamedTuple):
 
 
 class DecodingTensor(Tensor):
-    """A wrapper subclass without memory of its own: operators that a subclass does not handle get its decoded values,
-    and what they write to these is written to the state."""
+    """A wrapper subclass without memory of its own. An operator that has no handler gets the decoded values; if it
+    writes to them, they are written back to the state."""
 
     handle: StateHandle
     handlers: ClassVar[dict[Any, Callable[..., Any]]]
-    """By operator; one that answers NotImplemented is as if it were not here."""
+    """By operator. A handler may return NotImplemented; then the operator gets the decoded values."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -75,11 +75,11 @@ class DecodingTensor(Tensor):
         return _on_decoded(func, args, kwargs or {}) if found is NotImplemented else found
 
     def decoded(self) -> Tensor:
-        """The values, in memory of their own."""
+        """Returns the values in new memory."""
         raise NotImplementedError
 
     def storage(self) -> Any:
-        """A library that reads memory itself, as safetensors does, would find none: its user is told what to do."""
+        """Raises: a library that reads memory itself, as safetensors does, would find none."""
         raise RuntimeError(
             "this tensor of an optimizer's state has no memory of its own, since its values are decoded where they are "
             "used; for libraries that read memory themselves, safetensors for instance, pass tensor.clone()"
@@ -88,7 +88,7 @@ class DecodingTensor(Tensor):
     share_memory_ = storage
 
     def __dlpack__(self, **options: Any) -> Any:
-        """The values: whoever asks for memory gets a copy, as by numpy()."""
+        """Exports a decoded copy, as numpy() does."""
         return self.decoded().__dlpack__(**options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -101,6 +101,7 @@ class DecodingTensor(Tensor):
 
 
 def _on_decoded(func: Any, args: Any, kwargs: Any) -> Any:
+    """Calls an operator on decoded values; copies back what it has written to them."""
     decoded: dict[int, tuple[Any, Tensor]] = {}
 
     def value_of(t: Any) -> Tensor:
@@ -118,7 +119,7 @@ def _on_decoded(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 class ChunkTensor(DecodingTensor):
-    """One chunk of a state tensor."""
+    """One chunk of a state tensor, decoded when it is read and encoded when it is written."""
 
     _chunk: Box
 
@@ -132,7 +133,7 @@ class ChunkTensor(DecodingTensor):
         return made
 
     def decoded(self) -> Tensor:
-        """Contiguous."""
+        """Returns the chunk's values in new contiguous memory."""
         values = self.handle.source.read(*self.stored_range())
         copied = dense.unpooled(self._chunk.sizes, self.dtype, self.device)
         if copied.numel():
@@ -140,7 +141,8 @@ class ChunkTensor(DecodingTensor):
         return copied
 
     def stored_range(self) -> tuple[int, int]:
-        """Of the source's elements, from the chunk's first to its last; others may lie between them."""
+        """Returns the range of the source's elements from the chunk's first to its last. If the chunk is not contiguous
+        there, the range has other elements, too."""
         run, chunk = self.handle.run, self._chunk
         strides = run.strides()
         if prod(chunk.sizes) == 0:
@@ -149,7 +151,7 @@ class ChunkTensor(DecodingTensor):
         return first, first + 1 + sum((n - 1) * s for n, s in zip(chunk.sizes, strides, strict=True))
 
     def assign(self, values: Tensor) -> None:
-        """values: of the chunk's shape."""
+        """Writes values of the chunk's shape to the state."""
         (source, run, _, what), chunk = self.handle, self._chunk
         if values.shape != self.shape:
             raise ValueError(f"{what}: values of shape {tuple(values.shape)} for {tuple(self.shape)}")
@@ -159,7 +161,8 @@ class ChunkTensor(DecodingTensor):
         if last - first == values.numel():
             source.write(first, values.permute(order).reshape(-1))
             return
-        # Contiguous rows: one for each index of the dimensions outside of the innermost that is not taken whole.
+        # Write contiguous rows. A row spans the innermost dimension of which the chunk has a part only, and all inside
+        # of it; there is one row for each index of the dimensions outside.
         inner = len(order) - 1
         while chunk.sizes[order[inner]] == run.shape[order[inner]]:
             inner -= 1
@@ -207,16 +210,16 @@ ChunkTensor.handlers = {
 
 
 class ChunkedTensor:
-    """What torch.distributed.checkpoint asks a tensor for that it saves and loads in chunks."""
+    """The methods by which torch.distributed.checkpoint saves and loads a tensor in chunks."""
 
     handle: StateHandle
 
     def _chunks(self) -> list[Box]:
-        """Of the elements that this rank has."""
+        """Returns the chunks of this rank's elements."""
         return self.handle.run.boxes(CHUNK_NUMEL)
 
     def _saved_offsets(self, chunk: Box) -> Index:
-        """Where the chunk begins in the tensor of the checkpoint."""
+        """Returns the index of the chunk's first element in the checkpoint's tensor."""
         return tuple(a + b for a, b in zip(self.handle.origin, chunk.offsets, strict=True))
 
     def __create_chunk_list__(self) -> list[Any]:
@@ -228,7 +231,7 @@ class ChunkedTensor:
         ]
 
     def __create_write_items__(self, fqn: str, object: Tensor) -> list[Any]:
-        """object: this, or the DTensor of which it is the local part."""
+        """object: this tensor, or the DTensor whose local part it is."""
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -243,7 +246,7 @@ class ChunkedTensor:
         ]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        # Each torch.save leaves a reference cycle behind that holds what it wrote: here, each chunk's decoded values.
+        # Each torch.save leaves a reference cycle that keeps what it wrote alive: here, a chunk's decoded values.
         gc.collect(1)
         for chunk in self._chunks():
             if index.offset is None or self._saved_offsets(chunk) == tuple(index.offset):

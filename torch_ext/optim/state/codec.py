@@ -1,4 +1,4 @@
-"""Stored optimizer state of one parameter: made, decoded to logical values and encoded from them (`state_dtypes`)."""
+"""Creates the stored state of a parameter, decodes it to logical values, and encodes these (see `state_dtypes`)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,12 +14,10 @@ _NO_COUNT = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def make(wanted: Sequence[tuple[Tensor, StateDtypes]]) -> list[dict[str, Tensor]]:
-    """Zero moments, and the weight as its own master and average, without the step: the stored state of each parameter.
-
-    Those of small parameters share their memory (see `dense`).
-    """
+    """Returns new stored state for each parameter, without the step: moments are zero, master and average are the
+    weight. States of small parameters share memory (see `dense.zeros_like`)."""
     parts = [_parts(p, kinds) for p, kinds in wanted]
-    # Key by key, so that the tensors of one key follow each other in memory: the operator's checks take them as one.
+    # Allocate key by key: tensors of one key are then adjacent in memory, and the operator checks them as one range.
     keys = (*FORMATS, "scales", *MASTERS, EMA, *EMA_PLANES, "checksum")
     present = [(i, key) for key in keys for i, part in enumerate(parts) if key in part]
     states: list[dict[str, Tensor]] = [{} for _ in wanted]
@@ -36,16 +34,15 @@ def make(wanted: Sequence[tuple[Tensor, StateDtypes]]) -> list[dict[str, Tensor]
 
 
 def _parts(p: Tensor, kinds: StateDtypes) -> dict[str, tuple[Tensor, torch.dtype]]:
-    """Of each stored tensor but the step a tensor of its shape, and its dtype."""
+    """Returns for each stored tensor except the step its dtype, and a tensor that has its shape and device."""
     shaped = {key: (p, dtype) for key, dtype in kinds.shaped().items()}
     counted = kinds.blockwise(p.numel()).items()
     return shaped | {key: (torch.empty(1, device=p.device).expand(count), dtype) for key, (count, dtype) in counted}
 
 
 def follow_param(p: Tensor, state: dict[str, Any], kinds: StateDtypes, name: str) -> None:
-    """Gives complete stored state the memory order that p has now (channels_last, say), and a checksum of its size.
-
-    Raises ValueError where the state has shapes or dtypes that p cannot have.
+    """Converts complete stored state to p's current memory order (channels_last, say), and recomputes its checksum if
+    p's size has changed. Raises ValueError where shapes or dtypes of the state do not fit p.
     """
     shaped = kinds.shaped()
     for key, dtype in shaped.items():
@@ -68,7 +65,7 @@ def follow_param(p: Tensor, state: dict[str, Any], kinds: StateDtypes, name: str
 
 
 def _fit_checksum(p: Tensor, state: dict[str, Any], kinds: StateDtypes) -> None:
-    """Anew where the state was cut to another shape of the parameter, as pruning does."""
+    """Recomputes the checksum where parameter and state were cut to another shape together, as pruning does."""
     assert kinds.master is not None
     count, _ = kinds.blockwise(p.numel())["checksum"]
     if state["checksum"].shape != (count,):
@@ -78,15 +75,16 @@ def _fit_checksum(p: Tensor, state: dict[str, Any], kinds: StateDtypes) -> None:
 
 
 def renew_checksum(weight: Tensor, state: Mapping[str, Any], kinds: StateDtypes) -> None:
-    """The checksum becomes that of `weight`, which is contiguous in the master's memory order."""
+    """Sets the checksum to that of `weight`, which is contiguous in the master's memory order."""
     assert kinds.master is not None
     masters, checksums = [dense.flat(state[kinds.master])], [state["checksum"]]
     ops.call("master_checksum_", [weight], masters, checksums, _NO_COUNT, constants.CHECKSUM_RENEW)
 
 
 def state_slice(state: Mapping[str, Any], kinds: StateDtypes, begin: int, end: int) -> dict[str, Tensor]:
-    """Views of complete stored state, without the step: that of elements [begin, end) in memory order, which `decode`
-    and `encode` take beside that slice of the weight. Both are multiples of GRAIN; end may be that of the parameter."""
+    """Returns views of complete stored state, without the step: of elements [begin, end) in memory order. `decode` and
+    `encode` take them together with that slice of the weight. begin and end are multiples of GRAIN, or end is the
+    parameter's numel."""
     found = {key: dense.flat(state[key]).view(-1)[begin:end] for key in kinds.shaped()}
     if kinds.master == "master_remainder":
         found["checksum"] = state["checksum"][begin // GRAIN : -(-end // GRAIN)]
@@ -96,12 +94,12 @@ def state_slice(state: Mapping[str, Any], kinds: StateDtypes, begin: int, end: i
 
 
 def _scale_rows(state: Mapping[str, Tensor], kinds: StateDtypes) -> Tensor:
-    """`scales` by block-scaled moment (a view)."""
+    """Returns `scales` as a view with one row for each block-scaled moment."""
     return state["scales"].view(kinds.scale_rows, -(-state[kinds.first].numel() // constants.BLOCK))
 
 
 def scales_of(state: Mapping[str, Tensor], kinds: StateDtypes, moment: str) -> Tensor:
-    """Of a block-scaled moment (a view)."""
+    """Returns the scales of a block-scaled moment, as a view."""
     return _scale_rows(state, kinds)[kinds.scaled.index(moment)]
 
 
@@ -111,10 +109,8 @@ def _cast(source: Tensor, target: Tensor, source_scales: list[Tensor], target_sc
 
 
 def decode(p: Tensor, state: Mapping[str, Any], kinds: StateDtypes, key: str) -> Tensor:
-    """One of `kinds.logical()`: the stored tensor itself where it is logical, else a new one.
-
-    p: the weights that the state is of.
-    """
+    """Returns the logical tensor `key` (one of `kinds.logical()`): the stored tensor itself if it is stored in its
+    logical form, else a new one. p: the weights that the state belongs to."""
     if not kinds.logical()[key]:
         return state[key]
     if key in FORMATS:
@@ -122,7 +118,7 @@ def decode(p: Tensor, state: Mapping[str, Any], kinds: StateDtypes, key: str) ->
         _cast(dense.flat(state[key]), dense.flat(value), [scales_of(state, kinds, key)], [], FORMATS[key])
         return value
     if key == EMA:
-        return _joined(state["ema_upper"], state["ema_lower"])
+        return _join_planes(state["ema_upper"], state["ema_lower"])
     stored = state["master_remainder"]
     weight = dense.in_order_of(stored, p.detach().to(stored.device))
     master = dense.unpooled_like(stored, torch.float32)
@@ -131,8 +127,8 @@ def decode(p: Tensor, state: Mapping[str, Any], kinds: StateDtypes, key: str) ->
 
 
 def _valid_remainder(weight: Tensor, state: Mapping[str, Any]) -> Tensor:
-    """The remainders that belong to the weight as it is: 0, which makes a weight its own master, in blocks that were
-    modified outside the optimizer (an average that was swapped in, say)."""
+    """Returns the remainders that fit the current weight. In blocks where the weight was modified outside the optimizer
+    (an average was swapped in, say) they are 0, so that the weight is its own master."""
     remainder, stale = state["master_remainder"], torch.zeros(1, dtype=torch.int64, device=weight.device)
     masters, checksums = [dense.flat(remainder)], [state["checksum"]]
     ops.call_unversioned("master_checksum_", [weight], masters, checksums, stale, constants.CHECKSUM_CHECK)
@@ -151,24 +147,26 @@ def encode(p: Tensor, state: Mapping[str, Tensor], kinds: StateDtypes, key: str,
         wide = dense.in_order_of(state[key], value.to(device=p.device, dtype=torch.float32))
         _cast(wide, dense.flat(state[key]), [], [scales_of(state, kinds, key)], FORMATS[key])
     elif key == EMA:
-        _split(value.to(device=state["ema_upper"].device, dtype=torch.float32), state["ema_upper"], state["ema_lower"])
+        _split_planes(
+            value.to(device=state["ema_upper"].device, dtype=torch.float32), state["ema_upper"], state["ema_lower"]
+        )
     else:
         remainder = state["master_remainder"]
         wide = dense.in_order_of(remainder, value.to(device=p.device, dtype=torch.float32))
-        # The operator also writes the weight that the remainder belongs to: not p, for loading changes no weight.
+        # The operator also writes the rounded weight. It gets a temporary instead of p: loading changes no weight.
         weight = torch.empty(wide.shape, dtype=p.dtype, device=p.device)
         ops.call("master_encode_", [wide], [weight], [dense.flat(remainder)])
         renew_checksum(weight, state, kinds)
 
 
-def _joined(upper: Tensor, lower: Tensor) -> Tensor:
-    """fp32 of 24 bits in two planes."""
+def _join_planes(upper: Tensor, lower: Tensor) -> Tensor:
+    """Returns the fp32 values of 24-bit numbers in two planes: the upper 16 bits and the 8 bits that follow."""
     bits = upper.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
     return bits.bitwise_or_(lower.to(torch.int32).bitwise_left_shift_(8)).view(torch.float32)
 
 
-def _split(value: Tensor, upper: Tensor, lower: Tensor) -> None:
-    """The other way, to nearest, ties to even; what was joined stays as it is."""
+def _split_planes(value: Tensor, upper: Tensor, lower: Tensor) -> None:
+    """Rounds fp32 values to 24 bits (nearest, ties to even), and writes them to two planes: undoes `_join_planes`."""
     bits = value.view(torch.int32)
     rounded = torch.where(torch.isfinite(value), bits + 0x7F + ((bits >> 8) & 1), bits)
     upper.copy_((rounded >> 16).to(torch.int16).view(torch.bfloat16))

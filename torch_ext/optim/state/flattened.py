@@ -1,9 +1,9 @@
-"""Flattened state dicts (StateDictOptions(flatten_optimizer_state_dict=True)) of states that are encoded at rest.
+"""Flattened state dicts (StateDictOptions(flatten_optimizer_state_dict=True)) of states that are stored encoded.
 
-Note: keys of flattened state dicts. Loading one, torch asks opt.state[p] for the names of its entries and takes those
-from the dict. It holds logical states, and what is stored has other names: a remainder where the logical state has a
-master; so with a group's lists that are not saved. So torch's function is given the names in the dict, in the place of
-an optimizer of ours.
+Note: keys of flattened state dicts. When torch loads one, it takes the keys that it finds in opt.state[p] and in the
+groups. But stored states have other keys than the logical states in the dict (a remainder instead of a master), and
+groups have lists that are not saved. So torch's function is patched: instead of an optimizer of ours it gets an object
+that has the dict's keys (`_LogicalKeys`).
 """
 
 import functools
@@ -20,7 +20,7 @@ _PATCHED = "_torch_ext_patched"
 
 
 class _LogicalKeys:
-    """What of an optimizer torch's function reads."""
+    """The attributes of an optimizer that torch's function reads, with the keys of logical states."""
 
     def __init__(self, optimizer: StatefulOptimizer) -> None:
         self.param_groups = keep_32bit.without(optimizer.param_groups)
@@ -31,7 +31,7 @@ class _LogicalKeys:
 
 
 def patch() -> None:
-    """Torch's function, where its module has been imported. May be called again."""
+    """Patches torch's function, if its module has been imported. May be called again."""
     module = sys.modules.get(_MODULE)
     theirs = getattr(module, _FUNCTION, None)
     if theirs is None or hasattr(theirs, _PATCHED):

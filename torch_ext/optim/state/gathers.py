@@ -1,4 +1,4 @@
-"""Weights that were written go to the ranks that have copies of them."""
+"""All-gathers weights that were written outside of a step."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 class Gathers:
-    """Of these parameters' buckets, each once."""
+    """The all-gathers of some parameters' buckets, each bucket once."""
 
     def __init__(self, members: Iterable[ParamState], doing: str) -> None:
-        """RuntimeError where the process group is gone. doing: begins the message."""
+        """Raises RuntimeError where the process group was destroyed or has failed. doing: begins the message."""
         found = gathers_in_order([gather_of(m, reducer_registry.owner_of(m.param)) for m in members])
         self._left = list(filter(None, found))
         self._begun: list[Work] = []
@@ -22,7 +22,7 @@ class Gathers:
             owner.refuse_gone(doing)
 
     def run(self) -> None:
-        """Collective. Goes on where it was interrupted."""
+        """Runs the all-gathers. Collective. A call after an interrupted one continues where that stopped."""
         while self._left:
             owner, bucket = self._left[0]
             self._begun.append(owner.gather(bucket))

@@ -1,4 +1,4 @@
-"""State tensors that are in memory as they are, which torch.distributed.checkpoint saves and loads in chunks, too."""
+"""State tensors that are stored in logical form, and that torch.distributed.checkpoint saves and loads in chunks."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -15,7 +15,7 @@ from torch_ext.tensors import dense
 
 
 class LargeTensor(ChunkedTensor, Tensor):
-    """A tensor like any other, which is not copied as a whole while it is saved or loaded."""
+    """An ordinary tensor that is copied chunk by chunk, not as a whole, while it is saved or loaded."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -29,8 +29,8 @@ class LargeTensor(ChunkedTensor, Tensor):
 
 
 class ConsolidatedTensor(LargeTensor):
-    """A whole tensor of which other ranks have parts. Its chunks are theirs: torch.distributed.checkpoint saves a chunk
-    of several ranks once, and takes it for their parts together."""
+    """A whole tensor of which other ranks have parts. It has the same chunks as these parts:
+    torch.distributed.checkpoint saves a chunk that several ranks have once, and takes all of them for one tensor."""
 
     _cuts: Sequence[int]
 
@@ -41,7 +41,7 @@ class ConsolidatedTensor(LargeTensor):
 
 
 def large(t: Tensor, what: str) -> Tensor:
-    """A dense tensor, with the memory of t; t itself where that is one chunk."""
+    """Returns the dense tensor t as a LargeTensor on the same memory; t itself if it fits one chunk."""
     if t.numel() <= chunked_tensor.CHUNK_NUMEL:
         return t
     made = t.as_subclass(LargeTensor)
@@ -50,15 +50,15 @@ def large(t: Tensor, what: str) -> Tensor:
 
 
 def consolidated(t: Tensor, cuts: Sequence[int], what: str) -> Tensor:
-    """A dense tensor, with the memory of t. cuts: in ascending order from 0 to numel, where parts of ranks begin and
-    end."""
+    """Returns the dense tensor t as a ConsolidatedTensor on the same memory. cuts: the bounds of the ranks' parts, in
+    ascending order from 0 to numel."""
     made = t.as_subclass(ConsolidatedTensor)
     made.handle, made._cuts = _handle_of(t, what), cuts
     return made
 
 
 def like(t: LargeTensor, copied: Tensor) -> Tensor:
-    """A dense tensor of the same elements as t, which is saved as t is."""
+    """Returns `copied`, a dense copy of t, as the subclass that t is, so that it is saved as t is."""
     made = copied.as_subclass(type(t))
     made.handle = _handle_of(copied, t.handle.what)
     if isinstance(t, ConsolidatedTensor) and isinstance(made, ConsolidatedTensor):

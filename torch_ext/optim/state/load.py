@@ -1,9 +1,10 @@
-"""Logical state_dict -> stored state: the pre hook by which torch's own load_state_dict() loads our state (`save`: the
-other way).
+"""Logical state_dict -> stored state: the pre hook by which torch's own load_state_dict() loads our state. (The
+inverse: `save`.)
 
 Note: EncodedEntry. torch's load_state_dict casts tensors to the parameter's dtype, which would round masters; objects
-that it does not know it passes on. So the hook, which runs after all others, checks everything, encodes it, and gives
-torch an EncodedEntry for each parameter; the optimizer's __setstate__ takes the stored state out of them.
+of types that it does not know it passes on unchanged. So the hook, which runs after all others, checks everything,
+encodes it, and gives torch an EncodedEntry for each parameter. The optimizer's __setstate__ takes the stored state out
+of these.
 """
 
 from collections import defaultdict
@@ -25,37 +26,38 @@ from torch_ext.tensors import dense
 
 
 class EncodedEntry:
-    """The stored state of one parameter, on its way through torch's load_state_dict. host: where it belongs."""
+    """Wraps the stored state of one parameter on its way through torch's load_state_dict. host: whether the state
+    belongs on the host."""
 
     def __init__(self, state: dict[str, Any], host: bool) -> None:
         self.state, self.host = state, host
 
 
 class _Target(NamedTuple):
-    """A parameter that an entry of the loaded state is for."""
+    """The parameter that an entry of the loaded state belongs to."""
 
     p: StatefulParam
     host: bool  # whether it is stepped on the host
-    weight: Tensor  # of this rank, detached, where the state is to lie
+    weight: Tensor  # this rank's part, detached, on the device where the state will be stored
 
 
 class _Losses:
-    """What the loaded state had and the stored one does not: names of parameters."""
+    """Names of parameters whose loaded and stored states differ, by kind of difference, for one warning."""
 
     def __init__(self) -> None:
         self.rounded: dict[str, list[str]] = defaultdict(list)
         """By key: some element was rounded."""
         self.dropped: list[str] = []
-        """The parameter has no master, and the saved one is more than its weight can hold."""
+        """The parameter has no master, and the saved one has values that the weight cannot hold."""
         self.seeded: list[str] = []
         """The parameter has a master, and none was saved."""
-        self.unaveraged: list[str] = []
+        self.missing_emas: list[str] = []
         """The optimizer keeps an average of the parameter, and none was saved."""
-        self.averaged: list[str] = []
-        """The other way round."""
+        self.dropped_emas: list[str] = []
+        """The optimizer keeps no average, and one was saved."""
 
     def warn(self) -> None:
-        """One warning, where there is something to say."""
+        """Emits one warning, if there are differences."""
         said = [
             f"{key} of {first_names(names)} was saved in more bits than the policy keeps, and is rounded to those"
             for key, names in self.rounded.items()
@@ -64,24 +66,27 @@ class _Losses:
             said.append(f"master_param of {first_names(self.dropped)} is dropped: the policy keeps the weight only")
         if self.seeded:
             said.append(f"there is no master_param of {first_names(self.seeded)}: the weight is its master from now on")
-        if self.unaveraged:
-            said.append(f"there is no ema_param of {first_names(self.unaveraged)}: the average begins with the master")
-        if self.averaged:
-            said.append(f"ema_param of {first_names(self.averaged)} is dropped: there is no ema_decay")
+        if self.missing_emas:
+            said.append(
+                f"there is no ema_param of {first_names(self.missing_emas)}: the average begins with the master"
+            )
+        if self.dropped_emas:
+            said.append(f"ema_param of {first_names(self.dropped_emas)} is dropped: there is no ema_decay")
         if said:
             warning.warn(f"of the loaded state {'; '.join(said)}")
 
 
 def encode_for_load(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Checks everything, then logical -> stored. Changes nothing of the optimizer."""
-    # Reading optimizer.state[p] of a torch.optim.Optimizer leaves {} there, which is no state.
-    stated = {key: entry for key, entry in state_dict.get("state", {}).items() if entry != {}}
-    state_dict = state_dict | ({"state": stated} if "state" in state_dict else {})
+    """Checks a logical state_dict, and returns it with stored states. Changes nothing of the optimizer, except that
+    pending writes to its own state tensors are completed."""
+    # Reading optimizer.state[p] of a torch.optim.Optimizer leaves {} there: such an entry is no state.
+    nonempty = {key: entry for key, entry in state_dict.get("state", {}).items() if entry != {}}
+    state_dict = state_dict | ({"state": nonempty} if "state" in state_dict else {})
     targets = _targets(optimizer, state_dict)
     entries = {key: load_checks.checked_entry(targets[key].p, given) for key, given in state_dict["state"].items()}
     losses = _Losses()
     with dense.normal_tensors():
-        states = {key: _own_state(targets[key], entry) for key, entry in entries.items()}
+        states = {key: _present_state(targets[key], entry) for key, entry in entries.items()}
         missing = [key for key, state in states.items() if state is None]
         made = codec.make([(targets[key].weight, targets[key].p.kinds) for key in missing])
         new = dict(zip(missing, made, strict=True))
@@ -100,7 +105,7 @@ def encode_for_load(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) ->
 
 
 def _targets(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[Any, _Target]:
-    """What each key of the loaded state is for. ValueError as `load_checks.param_keys`."""
+    """Returns the parameter of each key of the loaded state. ValueError as `load_checks.param_keys`."""
     keys, params = load_checks.param_keys(optimizer, state_dict), params_of(optimizer)
     hosts = optimizer.on_host([p.param for p in params])
     found = {}
@@ -111,8 +116,8 @@ def _targets(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[A
     return found
 
 
-def _own_state(target: _Target, entry: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The state that the parameter has, where it is what the entry holds: `state_dict()` handed its tensors out, and
+def _present_state(target: _Target, entry: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the parameter's present state if the entry consists of its tensors: `state_dict()` has returned them, and
     torch.distributed.checkpoint may have loaded into them. Else None."""
     kinds, own = target.p.kinds, target.p.stored
     if set(entry) != {"step", *kinds.logical()} or not kinds.complete(own):
@@ -130,7 +135,7 @@ def _own_state(target: _Target, entry: Mapping[str, Any]) -> dict[str, Any] | No
 
 
 def _flush(target: _Target, entry: Mapping[str, Any], losses: _Losses) -> None:
-    """Ends the writes to a state that is the parameter's own."""
+    """Completes pending writes to the parameter's present state, which the entry consists of."""
     for key in target.p.kinds.logical():
         value = local_shard.tensor_of(entry[key])
         if isinstance(value, StateTensor):
@@ -140,11 +145,11 @@ def _flush(target: _Target, entry: Mapping[str, Any], losses: _Losses) -> None:
 
 
 def _encode(target: _Target, entry: Mapping[str, Any], state: dict[str, Tensor], losses: _Losses) -> None:
-    """Into state as it was made, one key at a time. A master that is missing stays the weight."""
+    """Encodes an entry into new stored state, key by key. A master that is missing in the entry stays the weight."""
     p, weight, kinds = target.p, target.weight, target.p.kinds
     for key in kinds.logical():
         if key not in entry and key == EMA:
-            losses.unaveraged.append(p.name)
+            losses.missing_emas.append(p.name)
             codec.encode(weight, state, kinds, key, _master_of(weight, state, kinds))
             continue
         if key not in entry:
@@ -155,7 +160,7 @@ def _encode(target: _Target, entry: Mapping[str, Any], state: dict[str, Tensor],
         if _is_rounded(target, state, key, value):
             losses.rounded[key].append(p.name)
     if kinds.ema is None and EMA in entry:
-        losses.averaged.append(p.name)
+        losses.dropped_emas.append(p.name)
     if kinds.master is None and "master_param" in entry:
         given = load_checks.local_ranges(entry["master_param"])
         if not all(same_values(values, values.to(weight.dtype)) for _, values in given):
@@ -167,7 +172,8 @@ def _master_of(weight: Tensor, state: dict[str, Tensor], kinds: StateDtypes) -> 
 
 
 def part(p: Any, local: local_shard.LocalShard, value: Any) -> Tensor:
-    """This rank's part of what was loaded for p, as a plain tensor of the shape and memory order of local.weight."""
+    """Returns this rank's part of a tensor that was loaded for p, as a plain tensor with the shape and memory order of
+    local.weight."""
     if local_shard.is_dtensor(value):
         if tuple(value.placements) != tuple(p.placements):
             with group_calls.translated_over(value.device_mesh, "loading state as it is sharded here"):
@@ -189,10 +195,10 @@ def part(p: Any, local: local_shard.LocalShard, value: Any) -> Tensor:
 
 
 def _is_rounded(target: _Target, state: dict[str, Tensor], key: str, value: Tensor) -> bool:
-    """Whether some element of the stored state is another than that of `value`, from which it was encoded."""
+    """Whether encoding `value` into the stored state has changed some element."""
     kinds = target.p.kinds
     if kinds.logical()[key]:
-        if key == "master_param":  # of 2^32 numbers 32 638 are an ulp lower: not worth a warning
+        if key == "master_param":  # 32 638 of the 2^32 numbers become an ulp lower: not worth a warning
             return False
     elif state[key].dtype in (value.dtype, torch.float32):
         return False

@@ -1,4 +1,4 @@
-"""What a load refuses, before anything has changed."""
+"""The checks of a loaded state_dict, which run before anything has changed."""
 
 from collections.abc import Iterator, Mapping
 from itertools import chain
@@ -17,7 +17,7 @@ from torch_ext.tensors import dense
 
 
 def param_keys(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> list[Any]:
-    """The key of the loaded state of each parameter. ValueError unless groups and keys are the optimizer's."""
+    """Returns each parameter's key in the loaded state. ValueError where groups or keys do not fit the optimizer."""
     for key in ("state", "param_groups"):
         if key not in state_dict:
             found = first_names(list(map(repr, state_dict))) or "nothing"
@@ -34,7 +34,7 @@ def param_keys(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> list
     for i, group in enumerate(filled):
         where = f"loaded state dict, group {i}: "
         if group.get("amsgrad"):
-            raise _of_amsgrad(f"loaded state dict, group {i}")
+            raise _amsgrad_error(f"loaded state dict, group {i}")
         optimizer.refuse_hyper(group, where)
         hyper_parameters.refuse_differing(group, filled[0], where)
     keys = list(chain.from_iterable(g["params"] for g in saved))
@@ -45,7 +45,7 @@ def param_keys(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> list
 
 
 def _refuse_other_names(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> None:
-    """ValueError for the state of another architecture, where both sides know the names of their parameters."""
+    """Raises ValueError for the state of another architecture, if both sides know the names of their parameters."""
     theirs, ours = _known_names(saved), _known_names(own)
     if theirs is None or ours is None:
         return
@@ -62,6 +62,7 @@ def _refuse_other_names(saved: list[dict[str, Any]], own: list[dict[str, Any]]) 
 
 
 def _known_names(groups: list[dict[str, Any]]) -> list[str] | None:
+    """Returns the names of all parameters; None if a group lacks them."""
     found: list[str] = []
     for group in groups:
         names = group["params"] if all(isinstance(p, str) for p in group["params"]) else group.get("param_names")
@@ -72,8 +73,8 @@ def _known_names(groups: list[dict[str, Any]]) -> list[str] | None:
 
 
 def checked_entry(p: StatefulParam, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What was given for p, without what torch added. Raises ValueError or TypeError unless it is the logical state of
-    a parameter like p, whole or this rank's part, with a finite master."""
+    """Returns the loaded entry of p, without keys that torch added. Raises ValueError or TypeError unless it is the
+    logical state of a parameter like p, whole or this rank's part, with a finite master."""
     where = f"loaded state dict, state of {p.name}"
     entry = _without_empty(p, given, where)
     dense.refuse_param(local_shard.tensor_of(p.param), p.name)
@@ -81,14 +82,15 @@ def checked_entry(p: StatefulParam, given: Mapping[str, Any]) -> dict[str, Any]:
         entry.setdefault("step", 0.0)
     _refuse_keys(p, entry, where)
     _refuse_values(p.param, entry, where)
-    _refuse_cut_otherwise(p, entry, where)
+    _refuse_other_part(p, entry, where)
     _refuse_master(p, entry, where)
     return entry
 
 
 def _without_empty(p: StatefulParam, given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """torch looks into opt.state for the keys of a flattened state dict, and makes {} of those that it does not find:
-    stored keys that are no logical ones. ValueError where a logical one is missing then."""
+    """Returns the entry without stored keys such as `master_remainder`. Loading a flattened state dict, torch looks for
+    the keys that opt.state has, and puts {} where the dict does not have one. ValueError where a logical key is then
+    missing."""
     found = {key: value for key, value in given.items() if key in LOGICAL or value != {}}
     if len(found) != len(given) and (absent := [key for key in p.kinds.logical() if key not in found]):
         raise ValueError(
@@ -99,6 +101,7 @@ def _without_empty(p: StatefulParam, given: Mapping[str, Any], where: str) -> di
 
 
 def _refuse_keys(p: StatefulParam, entry: Mapping[str, Any], where: str) -> None:
+    """Raises ValueError for keys that are missing, or not legal for a parameter that is stepped as p is."""
     legal = ("step", *p.kinds.moments)
     kind = "a matrix of Muon's" if p.kinds.matrix else "an Adam"
     for key in legal:
@@ -109,7 +112,7 @@ def _refuse_keys(p: StatefulParam, entry: Mapping[str, Any], where: str) -> None
             )
     for key in entry:
         if key == "max_exp_avg_sq":
-            raise _of_amsgrad(where)
+            raise _amsgrad_error(where)
         if key not in LOGICAL:
             raise ValueError(f"{where} has {key!r}; the state of {kind} has {', '.join(legal)} (and master_param)")
         if key not in (*legal, "master_param", EMA):
@@ -119,11 +122,12 @@ def _refuse_keys(p: StatefulParam, entry: Mapping[str, Any], where: str) -> None
             )
 
 
-def _of_amsgrad(where: str) -> ValueError:
+def _amsgrad_error(where: str) -> ValueError:
     return ValueError(f"{where} was saved with amsgrad=True, which torch_ext does not have; resume with torch.optim")
 
 
 def _refuse_values(param: Any, entry: Mapping[str, Any], where: str) -> None:
+    """Raises TypeError or ValueError for values with an illegal dtype or shape, and for an illegal step."""
     for key, value in entry.items():
         if key == "step":
             continue
@@ -140,8 +144,8 @@ def _refuse_values(param: Any, entry: Mapping[str, Any], where: str) -> None:
         raise ValueError(f"{where}: step is {step}; a whole number in [0, 2^24) is legal")
 
 
-def _refuse_cut_otherwise(p: StatefulParam, entry: Mapping[str, Any], where: str) -> None:
-    """ValueError where values are a rank's part of a tensor that is not the part that is wanted."""
+def _refuse_other_part(p: StatefulParam, entry: Mapping[str, Any], where: str) -> None:
+    """Raises ValueError where a value is a rank's part of a tensor, but not the part that this rank steps."""
     start, numel = p.local.offset, p.local.weight.numel()
     for key, value in entry.items():
         if isinstance(value, StateTensor) and not value.handle.run.whole:
@@ -155,7 +159,7 @@ def _refuse_cut_otherwise(p: StatefulParam, entry: Mapping[str, Any], where: str
 
 
 def _refuse_master(p: StatefulParam, entry: Mapping[str, Any], where: str) -> None:
-    """ValueError for a master with NaN or Inf, from which every step would make NaN or Inf."""
+    """Raises ValueError for a master with NaN or Inf, from which every step would compute NaN or Inf."""
     if p.kinds.master is None or "master_param" not in entry:
         return
     for begin, values in local_ranges(entry["master_param"]):
@@ -169,7 +173,7 @@ def _refuse_master(p: StatefulParam, entry: Mapping[str, Any], where: str) -> No
 
 
 def local_ranges(value: Any) -> Iterator[tuple[int, Tensor]]:
-    """The elements of a loaded tensor that are on this rank: see `sources.ranges`."""
+    """Yields the elements of a loaded tensor that are on this rank, as `sources.ranges` does."""
     value = local_shard.tensor_of(value)
     if isinstance(value, StateTensor):
         return ranges(value.handle.source)

@@ -1,4 +1,4 @@
-"""Masters at full precision, to seed, constrain or average them."""
+"""Masters at full precision: copied from a state_dict, or swapped into the parameters for a while."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 _CALL = "resync_masters(state_dict=...)"
 
 
-def seed(members: Sequence["ParamState"], keys: Sequence[str | int], state_dict: Mapping[str, Any]) -> int:
-    """Masters become what the weights were rounded from (semantics.md, D5). Returns how many elements changed.
+def seed_masters(members: Sequence["ParamState"], keys: Sequence[str | int], state_dict: Mapping[str, Any]) -> int:
+    """Copies masters from a model's state_dict, from whose values the weights were rounded (semantics.md, D5). Returns
+    how many elements changed.
 
-    members: each with a master. keys: of each, its name. state_dict: a model's; other entries are ignored. ValueError
-    or TypeError, naming the key, before anything has changed, where one is missing, has another shape, or does not
+    members: each with a master. keys: the name of each. state_dict: its other entries are ignored. ValueError or
+    TypeError, naming the key, before anything has changed, where an entry is missing, has another shape, or does not
     round to the weight.
     """
     if nameless := [m.name for m, key in zip(members, keys, strict=True) if not isinstance(key, str)]:
@@ -45,14 +46,14 @@ def seed(members: Sequence["ParamState"], keys: Sequence[str | int], state_dict:
         )
     wanted = [_value_of(m, values[name]) for m, name in zip(members, names, strict=True)]
     for m, master in zip(members, wanted, strict=True):
-        _refuse_other(m, master)
+        _refuse_mismatch(m, master)
     for m in members:
-        weight_changes.written(m.changes)  # their checksums will say that they are as the last step left them
-    return sum(_install(m, master) for m, master in zip(members, wanted, strict=True))
+        weight_changes.written(m.changes)  # checksums will not show this write: they are renewed below
+    return sum(_store_master(m, master) for m, master in zip(members, wanted, strict=True))
 
 
 def _value_of(m: "ParamState", value: Any) -> Tensor:
-    """This rank's part of it in fp32, contiguous in the master's memory order."""
+    """Returns this rank's part of `value` in fp32, contiguous in the master's memory order."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         found = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(f"{_CALL}: {m.name} is {found}; a floating-point tensor is legal")
@@ -65,10 +66,12 @@ def _value_of(m: "ParamState", value: Any) -> Tensor:
 
 
 def _weight_of(m: "ParamState") -> Tensor:
+    """Returns the weight, contiguous in the master's memory order, on the master's device."""
     return dense.in_order_of(m.master, m.weight.detach().to(m.master.device))
 
 
-def _refuse_other(m: "ParamState", master: Tensor) -> None:
+def _refuse_mismatch(m: "ParamState", master: Tensor) -> None:
+    """Raises ValueError where elements of the given master do not round to the weight."""
     stale = torch.zeros(1, dtype=torch.int64, device=master.device)
     ops.call("master_resync_", [_weight_of(m)], [master], stale, False, True)
     if count := int(stale):
@@ -78,7 +81,8 @@ def _refuse_other(m: "ParamState", master: Tensor) -> None:
         )
 
 
-def _install(m: "ParamState", master: Tensor) -> int:
+def _store_master(m: "ParamState", master: Tensor) -> int:
+    """Stores the given fp32 master; returns how many elements changed."""
     new = master
     if m.kinds.master == "master_remainder":
         new, weight = torch.empty_like(master, dtype=torch.int16), torch.empty_like(master, dtype=m.weight.dtype)
@@ -92,10 +96,11 @@ def _install(m: "ParamState", master: Tensor) -> int:
 
 
 @contextlib.contextmanager
-def opened(members: Sequence["ParamState"], keys: Sequence[str | int]) -> Iterator[dict[str | int, Tensor]]:
-    """See Adam.master_weights. members: all that are trained, masters in agreement with weights. keys: of each."""
+def masters_as_params(members: Sequence["ParamState"], keys: Sequence[str | int]) -> Iterator[dict[str | int, Tensor]]:
+    """See Adam.master_weights. members: all trainable parameters; their masters round to their weights. keys: of
+    each."""
     gathers = Gathers(members, "master_weights()")
-    wide = [_opened(m) for m in members]
+    wide = [_fp32_master(m) for m in members]
     swapped = {m.param: OtherMemory(m.param, master) for m, master in zip(members, wide, strict=True) if _swaps(m)}
     try:
         for memory in swapped.values():
@@ -108,7 +113,7 @@ def opened(members: Sequence["ParamState"], keys: Sequence[str | int]) -> Iterat
 def _leave(
     members: Sequence["ParamState"], wide: Sequence[Tensor], swapped: Mapping[Tensor, OtherMemory], gathers: Gathers
 ) -> None:
-    """May be called again, where it was interrupted."""
+    """Restores the parameters, and takes the masters over. May be called again where it was interrupted."""
     written = {param: memory.leave() for param, memory in swapped.items()}
     converted: list[tuple[str, Tensor, Tensor]] = []
     for m, master in zip(members, wide, strict=True):
@@ -117,7 +122,7 @@ def _leave(
         if not _is_like(value, master):
             converted.append((m.name, value, master))
         elif m.kinds.master:
-            _close(m, value)
+            _write_back(m, value)
     gathers.run()
     torch.autograd.graph.increment_version([m.param for m in members])
     _refuse_conversions(converted)
@@ -128,7 +133,7 @@ def _is_like(value: Tensor, master: Tensor) -> bool:
 
 
 def _refuse_conversions(converted: Iterable[tuple[str, Tensor, Tensor]]) -> None:
-    """ValueError, with names, where code in the block replaced parameters by tensors that cannot be their masters."""
+    """Raises ValueError, with names, where code in the block has converted parameters, which cannot be masters then."""
     found = [
         f"{name} ({tuple(value.shape)} in {value.dtype}; {tuple(master.shape)} in {master.dtype} is legal)"
         for name, value, master in converted
@@ -141,19 +146,19 @@ def _refuse_conversions(converted: Iterable[tuple[str, Tensor, Tensor]]) -> None
 
 
 def _swaps(m: "ParamState") -> bool:
-    """Whether the parameter itself becomes its master inside the block: not where this rank steps a part of it."""
+    """Whether the parameter itself becomes its master inside the block. It does not if this rank steps a part of it."""
     return m.kinds.master is not None and m.weight is m.param
 
 
-def _opened(m: "ParamState") -> Tensor:
-    """The master itself where it is stored in fp32, on the parameter's device."""
+def _fp32_master(m: "ParamState") -> Tensor:
+    """Returns the fp32 master on the parameter's device: the stored tensor itself where possible."""
     if m.kinds.master is None:
         return m.weight.detach()
     return codec.decode(m.weight, m.state, m.kinds, "master_param").to(m.weight.device)
 
 
-def _close(m: "ParamState", master: Tensor) -> None:
-    """The weight becomes its master, rounded to nearest."""
+def _write_back(m: "ParamState", master: Tensor) -> None:
+    """Stores the given fp32 master, and sets the weight to it, rounded to nearest."""
     wide = dense.in_order_of(m.master, master.detach().to(m.master.device))
     weight = torch.empty_like(wide, dtype=m.weight.dtype)
     own = dense.flat(m.master).view(-1)

@@ -1,4 +1,4 @@
-"""Masters beside their weights: which of these were modified outside the optimizer, and what to do about it."""
+"""Compares masters with their weights: finds weights that were modified outside the optimizer, and resyncs masters."""
 
 import itertools
 from collections.abc import Callable, Container, Sequence
@@ -14,7 +14,8 @@ from torch_ext.optim.state.state_dtypes import MASTERS
 from torch_ext.optim.state.stateful import first_names
 from torch_ext.tensors import dense
 
-# on_external_write -> what the step's operator does where checksums differ; before the step, "error" checks.
+# on_external_write -> what the step's operator does where checksums differ. For "error" weights are checked before the
+# step, so that the operator itself need not.
 MODES = {
     "ignore": constants.EXTERNAL_IGNORE,
     "resync": constants.EXTERNAL_RESYNC,
@@ -23,14 +24,14 @@ MODES = {
 
 
 def resync(members: Sequence[ParamState], force: bool = False) -> Tensor:
-    """Makes masters their weights where they don't round to them (everywhere with `force`). Beside remainders, of which
-    every one is legal: where the weights of a block are not those that its checksum stands for.
+    """Resets masters to their weights where they don't round to them (everywhere with `force`). A remainder is legal
+    with any weight: remainders are reset in the blocks whose checksum does not fit the weights.
 
     members: each with a master. Returns how many elements of each changed: int64 [members].
     """
     changed = _counts(members)
     if force:
-        if any(m.changes for m in members):  # a written weight may have the remainder that it would get
+        if any(m.changes for m in members):  # `changed` misses a written weight whose remainder is 0 already
             _note_written(members, modified(members))
         _run(ops.call, "master_resync_", members, MASTERS, changed, True)
     else:
@@ -40,8 +41,9 @@ def resync(members: Sequence[ParamState], force: bool = False) -> Tensor:
     _note_written(members, changed)
     renewed = MASTERS if force else ("master_param",)
     if not force and changed.device.type == "cpu":
-        # Samples lie in pages of their own, a sixth of the time. Where none changed those are right that the last step
-        # left, or the next step compares the parameter once more; a device would have to be waited for.
+        # Renewing the checksums of fp32 masters reads samples that are far apart in memory, which takes a sixth of the
+        # time. Skip members in which nothing changed: their checksums are right, or the next step compares them once
+        # more. Not on a device, where `changed` would have to be waited for.
         members = [m for m, n in zip(members, changed.tolist(), strict=True) if n]
     if members:
         _run(ops.call, "master_checksum_", members, renewed, _counts(members), constants.CHECKSUM_RENEW)
@@ -49,7 +51,7 @@ def resync(members: Sequence[ParamState], force: bool = False) -> Tensor:
 
 
 def _note_written(members: Sequence[ParamState], changed: Tensor) -> None:
-    """For who publishes weights. Waits for the device where somebody does."""
+    """Tells a weight publisher which members were written. Waits for the device if there is a publisher."""
     if any(m.changes for m in members):
         for m, n in zip(members, changed.tolist(), strict=True):
             if n:
@@ -57,7 +59,7 @@ def _note_written(members: Sequence[ParamState], changed: Tensor) -> None:
 
 
 def modified(members: Sequence[ParamState]) -> Tensor:
-    """How many elements of each `resync` would change. Changes nothing."""
+    """Returns how many elements of each member `resync` would change: int64 [members]. Changes nothing."""
     found = _counts(members)
     _run(ops.call_unversioned, "master_resync_", members, ("master_param",), found, False, True)
     _run(ops.call_unversioned, "master_checksum_", members, ("master_remainder",), found, constants.CHECKSUM_CHECK)
@@ -65,15 +67,15 @@ def modified(members: Sequence[ParamState]) -> Tensor:
 
 
 def _run(
-    way: Callable[..., None],
+    call_operator: Callable[..., None],
     name: str,
     members: Sequence[ParamState],
     among: Container[str],
     counts: Tensor,
     *options: Any,
 ) -> None:
-    """The operator, by one of the ways of ops, on the members whose master is `among` these kinds; adds to their
-    counts."""
+    """Calls an operator, once for each device, on the members whose kind of master is in `among`; adds to their counts.
+    call_operator: ops.call or ops.call_unversioned."""
     chosen = [m.kinds.master in among for m in members]
     for device in dict.fromkeys(m.master.device for m in itertools.compress(members, chosen)):
         here = [one and m.master.device == device for m, one in zip(members, chosen, strict=True)]
@@ -81,13 +83,13 @@ def _run(
         if any(weight.numel() for weight, _, _ in rows):
             weights, masters, checksums = (list(column) for column in zip(*rows, strict=True))
             found = counts if counts.device == device else torch.zeros_like(counts, device=device)
-            way(name, weights, masters, *([checksums] if name == "master_checksum_" else []), found, *options)
+            call_operator(name, weights, masters, *([checksums] if name == "master_checksum_" else []), found, *options)
             if found is not counts:
                 counts += found.to(counts.device)
 
 
 def _row(m: ParamState) -> tuple[Tensor, Tensor, Tensor]:
-    weight = m.weight.detach().to(m.master.device)  # the host, of a member that is stepped there
+    weight = m.weight.detach().to(m.master.device)  # the host's, for a member that is stepped there
     return dense.in_order_of(m.master, weight), dense.flat(m.master), m.state["checksum"]
 
 
@@ -96,8 +98,8 @@ def _counts(members: Sequence[ParamState]) -> Tensor:
 
 
 def refuse_modified(members: Sequence[ParamState]) -> None:
-    """RuntimeError, naming them, where weights are not what their masters round to. By content, not by the counters: a
-    load of the same weights is no error.
+    """Raises RuntimeError, naming the members, where masters do not round to their weights. Compares values, not
+    version counters: loading the same weights again is no error.
     """
     counts = modified(members).tolist()
     found = [f"{m.name} ({n} elements)" for m, n in zip(members, counts, strict=True) if n]

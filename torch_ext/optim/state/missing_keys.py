@@ -1,11 +1,11 @@
-"""Checkpoints of torch.distributed.checkpoint that lack keys of our state: those of torch.optim.AdamW, of an optimizer
-without masters, of parameters without names.
+"""Loads checkpoints of torch.distributed.checkpoint that lack keys of our state: those of torch.optim.AdamW, of an
+optimizer without masters, or of parameters without names.
 
-Note: missing keys. torch's load planner makes read items for every key of the state dict, and knows no key that may be
-missing. Two kinds may be: options of ours, which stay as the optimizer has them, and masters, which are read from the
-weights in the checkpoint. So the function that makes a rank's load plan is replaced in torch's module
-(`patch_planner`). Metadata that a `CheckpointReader` has read is marked (`allow_missing`): its missing keys are filled.
-With other readers they are an error that names CheckpointReader.
+Note: missing keys. torch's load planner makes a read item for every key of the state dict, and none may be missing. But
+two kinds of keys of ours may be: options, for which the optimizer keeps its values, and masters (and averages), which
+are read from the weights in the checkpoint. So the function that makes a rank's load plan is replaced in torch's module
+(`patch_planner`). It fills missing keys only if the metadata is marked, as a `CheckpointReader` does (`allow_missing`);
+with any other reader they are an error that names CheckpointReader.
 """
 
 import dataclasses
@@ -23,33 +23,34 @@ from torch_ext.optim.state.stateful import first_names
 _PLANNER = "torch.distributed.checkpoint.default_planner"
 _FUNCTION = "create_default_local_load_plan"
 _PATCHED = "_torch_ext_patched"
-_MAY_LACK = "_torch_ext_may_lack"  # set on metadata
+_MAY_LACK = "_torch_ext_may_lack"  # an attribute that marks metadata: missing keys are filled
 _OPTION = re.compile(r"^(.*?)param_groups\.(.+)\.([^.]+)$")
-_OURS = ("moment_rounding", "weight_rounding", "seed", "param_id", "param_names")
-_NEWER = ("decoupled_weight_decay",)  # options of torch that a checkpoint of an older one lacks
+_OURS = ("moment_rounding", "weight_rounding", "seed", "param_id", "param_names")  # options that may be missing
+_NEWER = ("decoupled_weight_decay",)  # options of torch that checkpoints of an older torch lack
 _MASTER = ".master_param"
 _MADE_OF_WEIGHTS = (_MASTER, ".ema_param")
-_MOMENTS = ("exp_avg", "momentum_buffer")  # of which one is saved with every state
+_MOMENTS = ("exp_avg", "momentum_buffer")  # every saved state has one of these
 
 
 class MissingKeys(NamedTuple):
-    """Keys that a checkpoint may lack, and does."""
+    """The keys that a checkpoint lacks and may lack."""
 
     options: list[str]
     masters: dict[str, str | None]
-    """Each with the key of the weights that it is made from; None: the weights that are there after the load."""
+    """Key of a master or average -> key of the weights in the checkpoint from which it is made. None: there is no such
+    key, and the model's weights after the load are used."""
 
     def __bool__(self) -> bool:
         return bool(self.options or self.masters)
 
 
 def allow_missing(metadata: Any) -> None:
-    """Keys that a checkpoint with this metadata lacks are filled, if it may lack them."""
+    """Marks the metadata of a checkpoint: keys that it may lack are filled."""
     setattr(metadata, _MAY_LACK, True)
 
 
 def patch_planner() -> None:
-    """Torch's planner, where it has been imported, handles missing keys from here on. May be called again."""
+    """Patches torch's load planner, if it has been imported, to handle missing keys. May be called again."""
     module = sys.modules.get(_PLANNER)
     theirs = getattr(module, _FUNCTION, None)
     if theirs is not None and not hasattr(theirs, _PATCHED):
@@ -78,7 +79,8 @@ def _patched(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def missing_in(state_dict: Mapping[str, Any], saved: Mapping[str, Any]) -> MissingKeys:
-    """state_dict, saved: by flattened keys, in any nesting."""
+    """Returns the keys of `state_dict` that are not in `saved`, the metadata of a checkpoint. Both have flattened keys,
+    with any prefixes; a key that may not be missing is left out."""
     missing = [key for key in state_dict if key not in saved]
     found = MissingKeys([], {})
     if not missing:
@@ -99,8 +101,8 @@ def missing_in(state_dict: Mapping[str, Any], saved: Mapping[str, Any]) -> Missi
 
 
 def _name(entry: str, root: str, state_dict: Mapping[str, Any]) -> str | None:
-    """The name of the parameter that an entry of a state is of, which may be its position; None where it is not
-    known."""
+    """Returns the name of the parameter to which an entry of a state belongs. entry: its name or its position. None
+    where the name is not known."""
     if not entry.isdecimal():
         return entry
     names: list[str] = []
@@ -115,7 +117,7 @@ def _name(entry: str, root: str, state_dict: Mapping[str, Any]) -> str | None:
 
 
 def _weights(name: str, root: str, master: Any, saved: Mapping[str, Any]) -> str | None:
-    """The one key of a checkpoint that is a parameter of that name; None where there is none, or more than one."""
+    """Returns the key of the parameter `name` in a checkpoint; None where no key fits, or more than one."""
     of_optimizer = (f"{root}state.", f"{root}param_groups.")
     found = [
         key
@@ -131,14 +133,14 @@ class _Properties(NamedTuple):
 
 
 class _Described(NamedTuple):
-    """A tensor as the metadata of a checkpoint describes it."""
+    """Describes a tensor in the form of a checkpoint's metadata."""
 
     size: Any
     properties: _Properties
 
 
 def weights_beside(state_dict: Mapping[str, Any]) -> dict[str, str]:
-    """The key of each master in a flattened state dict, with that of its weights, where they are in it."""
+    """Returns key of master -> key of weights, for the masters in a flattened state dict that also has the weights."""
     roots = {m[1] for m in map(_OPTION.match, state_dict) if m is not None and m[3] == "param_id"}
     of_optimizer = tuple(f"{root}{part}" for root in roots for part in ("state.", "param_groups."))
     weights = {
@@ -158,7 +160,7 @@ def weights_beside(state_dict: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _read_items(key: str, source: str, master: Any, metadata: Any) -> list[Any]:
-    """Of the weights, into the master."""
+    """Returns the read items that load the weights `source` of the checkpoint into the master `key`."""
     from torch.distributed.checkpoint.planner_helpers import _create_read_items
 
     from torch_ext.params.local_shard import is_dtensor

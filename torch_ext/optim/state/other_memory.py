@@ -1,10 +1,10 @@
-"""A parameter that is another tensor for a while.
+"""Makes a parameter another tensor for a while.
 
-Note: gradient accumulators. Where `.data` becomes a tensor of another dtype torch drops the node of the graph that
-accumulates the parameter's gradient, and with it the hooks that were put on it: those of DistributedDataParallel and of
-Megatron-LM, which then reduce no gradient of it any more, and do not notice. So where somebody holds this node the
-tensors behind two Python objects are exchanged, as torch.utils.swap_tensors does, whose checks are for exchanges that
-are never undone.
+Note: gradient accumulators. When `.data` is set to a tensor of another dtype, torch drops the parameter's
+gradient-accumulator node, and the hooks on it. DistributedDataParallel and Megatron-LM have hooks there, and would then
+silently stop reducing the parameter's gradient. So if anything holds this node, the tensors behind two Python objects
+are swapped instead, as torch.utils.swap_tensors does. (That function itself has checks that are meant for swaps which
+are never undone.)
 """
 
 from typing import Any
@@ -16,28 +16,30 @@ _MARK = "torch_ext: asked whether it stays"
 
 
 class OtherMemory:
-    """From `enter` to `leave` the parameter is `other`."""
+    """Makes `param` the tensor `other`, from `enter` to `leave`."""
 
     def __init__(self, param: Tensor, other: Tensor) -> None:
         self._param, self._weight, self._other = param, param.data, other
-        self._behind: Tensor | None = None
+        self._swapped_tensor: Tensor | None = None
         self._written: Tensor | None = None
 
     def enter(self) -> None:
+        """Makes the parameter the other tensor: by `.data`, or by a swap if its accumulator node is held."""
         if _is_held(self._param):
-            self._behind = self._other.detach().requires_grad_(self._param.requires_grad)
-            torch._C._swap_tensor_impl(self._param, self._behind)
+            self._swapped_tensor = self._other.detach().requires_grad_(self._param.requires_grad)
+            torch._C._swap_tensor_impl(self._param, self._swapped_tensor)
         else:
             self._param.data = self._other
 
     def leave(self) -> Tensor:
-        """The parameter is what it was; returns what it was meanwhile. Once more, after an interrupt: the same."""
+        """Restores the parameter; returns the tensor that it was meanwhile. May be called again after an interrupt, and
+        then returns the same tensor."""
         if self._written is None:
             self._written = self._other if self._is_itself() else self._param.data
         if self._is_itself():
             return self._written
-        if self._behind is not None:
-            torch._C._swap_tensor_impl(self._param, self._behind)
+        if self._swapped_tensor is not None:
+            torch._C._swap_tensor_impl(self._param, self._swapped_tensor)
         else:
             self._param.data = self._weight
         return self._written
@@ -48,7 +50,7 @@ class OtherMemory:
 
 
 def _is_held(param: Tensor) -> bool:
-    """Whether somebody, a graph or who has put hooks there, holds what accumulates its gradient."""
+    """Whether a graph, or code that has put hooks there, holds the parameter's gradient-accumulator node."""
     if not param.requires_grad:
         return False
     with torch.enable_grad():
@@ -57,6 +59,6 @@ def _is_held(param: Tensor) -> bool:
 
 
 def _metadata_of(param: Tensor) -> dict[str, Any]:
-    """Of the node, which is made where there is none, and goes where nobody holds it."""
+    """Returns the metadata of the gradient-accumulator node. torch creates a new node where nothing holds one."""
     node: Any = torch.autograd.graph.get_gradient_edge(param).node
     return node.metadata

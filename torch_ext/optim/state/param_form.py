@@ -1,7 +1,7 @@
-"""What a state was made for: the dtype, shape and placements that its parameter had then.
+"""Records the form for which a state was made: the dtype, shape and placements that its parameter had then.
 
-A converted model has parameters of another shape, whose elements are others even where there are as many, or of another
-dtype, with or without a master. The state itself does not show either.
+A converted model may have parameters of another shape (other elements, even if their number is the same) or of another
+dtype, which may or may not have a master. The state itself shows neither, so the form is recorded.
 """
 
 import ctypes
@@ -23,23 +23,25 @@ MEANING = (
 
 
 class Form(NamedTuple):
-    """Of a parameter, when its state was made or loaded."""
+    """The form of a parameter when its state was made or loaded."""
 
     dtype: torch.dtype
     shape: torch.Size
     placements: Any  # of a DTensor
     exp_avg: "weakref.ref[Tensor] | None"
-    """Identifies the state that was made for it; None in a pickle. A state that a user replaced is not checked."""
+    """The first moment, which identifies the state; None in a pickle. A state that a user has replaced is not
+    checked."""
 
     def __str__(self) -> str:
         placed = f", placed {self.placements}" if self.placements else ""
         return f"{tuple(self.shape)} in {self.dtype}{placed}"
 
     def fits(self, p: Tensor) -> bool:
-        """Whether p still has it."""
+        """Whether p still has this form."""
         return self.dtype == p.dtype and self.shape == p.shape and self.placements == _placements(p)
 
     def is_of(self, state: Mapping[str, Any]) -> bool:
+        """Whether this is the form for which `state` was made."""
         moment = first_moment(state)
         return moment is not None and self.exp_avg is not None and self.exp_avg() is moment
 
@@ -53,7 +55,7 @@ def _placements(p: Any) -> Any:
 
 
 def refuse_converted(converted: Iterable[tuple[str, Tensor, Form]]) -> None:
-    """ValueError, naming the first and counting the others, where there is one."""
+    """Raises ValueError if there are converted parameters: names the first one and counts the others."""
     found = list(converted)
     if found:
         name, p, form = found[0]
@@ -64,7 +66,7 @@ def refuse_converted(converted: Iterable[tuple[str, Tensor, Form]]) -> None:
 
 
 def signature(tensors: Sequence[Tensor]) -> int:
-    """What adamw_flat_ compares the dtypes and shapes of its parameters with."""
+    """Returns a hash of the tensors' dtypes and shapes, with which adamw_flat_ compares its parameters."""
     words: list[int] = []
     for t in tensors:
         words += (dtypes.code_of(t.dtype) or 0, *((t.dim(), *t.shape) if t.numel() else (-1,)))
@@ -72,11 +74,11 @@ def signature(tensors: Sequence[Tensor]) -> int:
 
 
 def address_signature(tensors: Sequence[Tensor]) -> int:
-    """What it compares their addresses with."""
+    """Returns a hash of the tensors' addresses, with which adamw_flat_ compares its parameters."""
     return _signature_of([t.data_ptr() if t.numel() else 0 for t in tensors])
 
 
 def _signature_of(words: list[int]) -> int:
     int64 = ctypes.c_int64
-    of_words = library.function("tx_signature", int64, ctypes.POINTER(int64), restype=int64, brief=True)
-    return int(of_words(len(words), (int64 * len(words))(*words)))
+    hash_words = library.function("tx_signature", int64, ctypes.POINTER(int64), restype=int64, brief=True)
+    return int(hash_words(len(words), (int64 * len(words))(*words)))

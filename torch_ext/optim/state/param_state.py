@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 
 class ParamState(NamedTuple):
-    """A parameter that has a gradient in this step."""
+    """A parameter with everything that a step reads and writes."""
 
     param: Tensor
-    local: LocalShard  # what of it this rank steps
-    state: dict[str, Any]  # stored, complete, of the local part
+    local: LocalShard  # the part that this rank steps
+    state: dict[str, Any]  # the complete stored state of the local part
     kinds: StateDtypes
     id: int  # seeds its rounding thresholds
     group: int
     name: str  # for messages
     host: bool = False  # whether its state is on the host, and it is stepped there
-    changes: Mapping[str, Tensor] = MappingProxyType({})  # see `weight_changes`, where somebody publishes weights
-    health: Tensor | None = None  # where the next step measures itself
+    changes: Mapping[str, Tensor] = MappingProxyType({})  # see `weight_changes`; empty without a weight publisher
+    health: Tensor | None = None  # where the next step adds its measurements, if it measures
 
     @property
     def weight(self) -> Tensor:
@@ -38,35 +38,37 @@ class ParamState(NamedTuple):
 
     @property
     def beside(self) -> Tensor:
-        """Its values on the device of its state."""
+        """The weight on the device of its state."""
         return self.weight.detach().cpu() if self.host else self.weight.detach()
 
     @property
     def place(self) -> Tensor:
-        """Whose address changes when the weight's memory does."""
+        """The tensor whose address changes when the weight gets other memory."""
         return self.weight if is_dtensor(self.param) else self.param
 
     @property
     def version(self) -> int:
-        """Changes when the parameter is written to."""
-        # Operations on a DTensor increment its own counter, those on its local tensor that one's.
+        """The version counter: changes when the parameter is written to."""
+        # An operation on a DTensor increments the DTensor's counter, one on its local tensor the local tensor's.
         return self.param._version + (self.weight._version if is_dtensor(self.param) else 0)
 
     @property
     def master(self) -> Tensor:
-        """Only where there is one."""
+        """The stored master; only for a parameter that has one."""
         assert self.kinds.master is not None
         return self.state[self.kinds.master]
 
     def stored(self) -> list[Tensor | None]:
-        """Its state in the order of a row of `slices` of adamw_flat_."""
+        """Returns the state tensors in the order of a row of `slices` of adamw_flat_; None where there is no such
+        tensor."""
         keys = ("exp_avg", "exp_avg_sq", self.kinds.master, "scales", "step", "checksum")
         found = [self.state.get(key) if key else None for key in keys]
         *changes, average, low, health = self.left_behind()
         return [*found, *changes, average, health, low]
 
     def left_behind(self) -> list[Tensor | None]:
-        """What a step leaves behind beside it, where somebody asked: changed, moved, distance, ema, ema_low, health."""
+        """Returns the further outputs of a step, each None unless it is wanted: changed, moved, distance, ema, ema_low,
+        health."""
         changes = [self.changes.get(key) for key in weight_changes.KEYS]
         average = self.state.get("ema_param", self.state.get("ema_upper"))
         return [*changes, average, self.state.get("ema_lower"), self.health]
@@ -82,12 +84,12 @@ def gather_of(member: ParamState, owner: "GradientReducer | None") -> AllGatherT
 
 
 def gathers_in_order(gathers: Sequence[AllGatherTarget]) -> list[AllGatherTarget]:
-    """Each once, in the order of the parameters, as on every other rank; None is first."""
+    """Returns each target once, None first, then in the order of the parameters, which is the same on every rank."""
     return sorted(dict.fromkeys(gathers), key=lambda gather: gather is not None)
 
 
 def refuse_grad(member: ParamState, grad: Tensor) -> None:
-    """RuntimeError for a gradient that no step takes."""
+    """Raises RuntimeError for a gradient that is not legal: sparse, or of another dtype or shape."""
     errors.refuse_sparse(grad, f"the gradient of {member.name}")
     if grad.dtype not in dense.TRAINED:
         raise RuntimeError(f"the gradient of {member.name} is in {grad.dtype}; float32, bfloat16 and float16 are legal")
@@ -102,7 +104,8 @@ _LISTS = "params|grads|exp_avgs|exp_avg_sqs|masters|scales|steps|meta|checksums|
 
 
 def named(message: str, names: Sequence[str]) -> str:
-    """A message of the library about a call with these parameters, with the name of the one that it is about."""
+    """Returns a message of the library about a call with these parameters, and adds the parameter's name where it has
+    an index only."""
     found = re.search(rf"\b({_LISTS})\[(\d+)\]", message)
     if found is None or int(found[2]) >= len(names):
         return message

@@ -1,5 +1,5 @@
-"""Stored state -> logical state_dict: the post hook by which torch's own state_dict() hands out our state (`load`: the
-other way)."""
+"""Stored state -> logical state_dict: the post hook by which torch's own state_dict() returns our state. (The inverse:
+`load`.)"""
 
 from typing import Any
 
@@ -17,8 +17,9 @@ from torch_ext.tensors import dense
 
 
 def logical(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Stored -> logical. Parameters that never were trained have no entry, as in torch."""
-    missing_keys.patch_planner()  # who loads into it may have imported the planner since
+    """Returns the state_dict with logical states in place of stored ones. Parameters that were never trained have no
+    entry, as in torch."""
+    missing_keys.patch_planner()  # again: torch's planner may have been imported since, to load into this state_dict
     params = params_of(optimizer)
     with torch.no_grad():
         found: dict[Any, Any] = {p.index: entry_of(p) for p in params if first_moment(p.stored) is not None}
@@ -29,10 +30,11 @@ def logical(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[st
 
 
 def entry_of(p: StatefulParam) -> dict[str, Any]:
-    """The logical state of one parameter: tensors that are stored in that form as they are, others as state tensors.
+    """Returns the logical state of one parameter: tensors that are stored in logical form themselves, others as state
+    tensors.
 
-    State tensors are in DTensors, too: torch takes one whose local tensor does not begin its storage for a tensor with
-    memory of its own, where it copies it (deepcopy, async_save), and small states of ours share theirs.
+    In DTensors even tensors in logical form are state tensors: where torch copies a DTensor (deepcopy, async_save), it
+    assumes that the local tensor shares its storage with no other, but small states of ours share one.
     """
     weight = p.local.weight.detach()
     same_order = p.cut or dense.same_order(p.stored[p.kinds.first], weight)
@@ -50,7 +52,7 @@ def entry_of(p: StatefulParam) -> dict[str, Any]:
 
 
 def _state_tensor(p: StatefulParam, source: Source, what: str) -> StateTensor:
-    """source: of this rank's elements of the parameter, or of its state."""
+    """Returns a tensor of the parameter's shape on `source`: this rank's elements of the parameter, or of its state."""
     param = p.param
     if p.cut:
         return StateTensor.of(source, param, p.local.offset, (0,) * param.ndim, what)
@@ -59,7 +61,7 @@ def _state_tensor(p: StatefulParam, source: Source, what: str) -> StateTensor:
 
 
 def _placed_like(p: Any, value: Tensor) -> Any:
-    """A DTensor with this local tensor, which is placed as p is; the value itself where p is none."""
+    """Returns a DTensor with this local tensor and the placements of p; the value itself where p is no DTensor."""
     if not local_shard.is_dtensor(p):
         return value
     from torch.distributed.tensor import DTensor
@@ -68,7 +70,7 @@ def _placed_like(p: Any, value: Tensor) -> Any:
 
 
 def masters(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[Any, Any]:
-    """The master of each parameter in a logical state_dict; the weight, cut as state is, where it is its own."""
+    """Returns each parameter's master from a logical state_dict; where it has none its weight, cut as state is."""
     found: dict[Any, Any] = {}
     for p, key in zip(params_of(optimizer), param_groups.keys(optimizer.param_groups), strict=True):
         master = state_dict["state"].get(p.index, {}).get("master_param")
@@ -77,12 +79,12 @@ def masters(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[An
 
 
 def _weight_of(p: StatefulParam) -> Any:
-    """Cut as state is."""
+    """Returns the weight; of a parameter that is cut over the ranks this rank's part, as a state tensor."""
     return _state_tensor(p, PlainState(p.local.weight.detach()), p.name) if p.cut else p.param.detach()
 
 
 def averages(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[Any, Any]:
-    """The average of each parameter in a logical state_dict, in fp32; the weight where none has begun."""
+    """Returns each parameter's average from a logical state_dict, in fp32; where none has begun its weight."""
     found: dict[Any, Any] = {}
     for p, key in zip(params_of(optimizer), param_groups.keys(optimizer.param_groups), strict=True):
         entry = state_dict["state"].get(p.index, {})
@@ -92,9 +94,9 @@ def averages(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[A
 
 
 def consolidated(optimizer: StatefulOptimizer, state_dict: dict[str, Any], to: int | None) -> dict[str, Any] | None:
-    """The parts of all ranks put together: whole tensors, as an optimizer that is not sharded has them. Collective.
+    """Returns a state_dict of whole tensors, assembled from the parts of all ranks. Collective.
 
-    to: the global rank that gets them, None on others; None: all of them.
+    to: the global rank that gets it (None is returned on others); None: every rank gets it.
     """
     params: dict[Any, StatefulParam] = {p.index: p for p in params_of(optimizer)}
     found: dict[Any, Any] = {}
@@ -115,7 +117,7 @@ def consolidated(optimizer: StatefulOptimizer, state_dict: dict[str, Any], to: i
 
 
 def _cuts(params: list[StatefulParam]) -> dict[int, list[int]]:
-    """Of each that is cut over ranks, where the parts begin and end, from 0 to numel. Collective."""
+    """Returns the bounds of the ranks' parts, from 0 to numel, of each parameter that is cut over ranks. Collective."""
     by_groups: dict[Any, list[StatefulParam]] = {}
     for p in params:
         if p.cut:
@@ -141,8 +143,9 @@ def _rank() -> int:
 
 
 def whole(like: Tensor, local: local_shard.LocalShard, value: Any, to: int | None, cut: bool, what: str) -> Tensor:
-    """All of a state of which this rank's part is `value`, where the parameter is cut or a DTensor; else itself. like:
-    of the parameter's shape and memory order; to: see `consolidated`; what: the call, for messages. Collective."""
+    """Returns the whole tensor of which `value` is this rank's part, where the parameter is cut or a DTensor; else
+    `value`. like: has the parameter's shape and memory order. to: see `consolidated`. what: the call, for messages.
+    Collective."""
     if local_shard.is_dtensor(value):
         with group_calls.translated_over(value.device_mesh, what):
             return value.full_tensor()
@@ -152,7 +155,7 @@ def whole(like: Tensor, local: local_shard.LocalShard, value: Any, to: int | Non
     flat = dense.flat(full).view(-1)
     for begin, values in ranges(value.handle.source):
         flat[local.offset + begin : local.offset + begin + values.numel()] = values
-    # Every element is one rank's, and zero bits on the others: bytes can be added.
+    # Each element is on one rank, and has zero bits on all others: adding bytes gives its bits, whatever the dtype.
     for group in local.groups:
         if to is None:
             group_calls.all_reduce(flat.view(torch.uint8), group, what)

@@ -1,6 +1,6 @@
-"""Where the elements of a logical state tensor are, and how ranges of them are read and written.
+"""Reads and writes ranges of a logical state tensor, whatever form it is stored in.
 
-Ranges [begin, end) are of the elements that this rank has, in memory order; values are contiguous, of one dimension.
+Ranges [begin, end) count the elements that this rank has, in memory order. Values are contiguous and one-dimensional.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,20 +14,20 @@ from torch_ext.optim.state.state_dtypes import FORMATS, GRAIN, StateDtypes
 from torch_ext.tensors import dense
 from torch_ext.tensors.offload_guard import present
 
-_RANGE = 1 << 17  # elements that are decoded or encoded at a time where there are many
+_RANGE = 1 << 17  # the largest number of elements that are decoded or encoded at a time
 assert _RANGE % GRAIN == 0
 
 _WHAT = "an optimizer state that was handed out before"  # for messages
 
 
 class PlainState:
-    """They are stored as they are."""
+    """The source of a tensor that is stored in its logical form."""
 
     lossy = False
-    """Whether a value that was written is not what is read now."""
+    """Whether a write has lost bits: what is read now differs from what was written."""
 
     def __init__(self, flat: Tensor) -> None:
-        """flat: contiguous, of one dimension."""
+        """flat: the elements, contiguous, of one dimension."""
         self.flat = flat
 
     @property
@@ -43,17 +43,17 @@ class PlainState:
         return self.flat.numel()
 
     def read(self, begin: int, end: int) -> Tensor:
-        """A view."""
+        """Returns a view."""
         return present(self.flat, _WHAT)[begin:end]
 
     def write(self, begin: int, values: Tensor) -> None:
         present(self.flat, _WHAT)[begin : begin + values.numel()].copy_(values)
 
     def flush(self) -> None:
-        """Nothing is pending: every write is done at once."""
+        """Does nothing: writes are never pending here."""
 
     def is_in(self, stored: Mapping[str, Any], key: str) -> bool:
-        """Whether the elements are those of this stored state."""
+        """Whether this reads and writes `key` of this stored state."""
         own = stored.get(key)
         return (
             isinstance(own, Tensor)
@@ -64,19 +64,19 @@ class PlainState:
 
 
 class EncodedState:
-    """They are decoded from a stored state when they are read, and encoded when they are written.
+    """The source of a tensor that is encoded: decodes elements when they are read, encodes them when they are written.
 
-    GRAIN elements are encoded together: values of a grain that was written in part are pending until the rest is
-    written, or until `flush`.
+    GRAIN elements (a grain) are encoded together. If a write covers only a part of a grain, its values are pending
+    until the rest of the grain is written, or until `flush`.
     """
 
     dtype = torch.float32
 
     def __init__(self, weight: Tensor, state: dict[str, Tensor], kinds: StateDtypes, key: str) -> None:
-        """weight: of the elements that state is of, in the same memory order. state: stored, without the step."""
+        """weight: the elements to which the state belongs, in its memory order. state: stored, without the step."""
         self.weight, self.state, self.kinds, self.key = weight, state, kinds, key
         self.lossy = False
-        self._pending: dict[int, tuple[Tensor, Tensor]] = {}  # by grain: values, and which of them were written
+        self._pending: dict[int, tuple[Tensor, Tensor]] = {}  # by grain: values, and a mask of those written
 
     @property
     def pending(self) -> bool:
@@ -85,19 +85,20 @@ class EncodedState:
 
     @property
     def device(self) -> torch.device:
-        return self.state[self.kinds.first].device  # maybe the host, where the weight is not
+        return self.state[self.kinds.first].device  # may be the host while the weight is on a device
 
     @property
     def numel(self) -> int:
         return self.weight.numel()
 
     def _slice(self, begin: int, end: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns the weight and views of the stored state for [begin, end). See `codec.state_slice`."""
         present(self.state[self.kinds.first], _WHAT)
         weight = dense.flat(present(self.weight, _WHAT)).view(-1)[begin:end].to(self.device)
         return weight, codec.state_slice(self.state, self.kinds, begin, end)
 
     def read(self, begin: int, end: int) -> Tensor:
-        """New memory."""
+        """Returns decoded values in new memory, pending ones included."""
         first, last = begin // GRAIN * GRAIN, min(-(-end // GRAIN) * GRAIN, self.numel)
         weight, state = self._slice(first, last)
         values = codec.decode(weight, state, self.kinds, self.key)
@@ -108,8 +109,9 @@ class EncodedState:
         return values[begin - first : end - first]
 
     def write(self, begin: int, values: Tensor) -> None:
+        """Encodes the whole grains in the range, and keeps the values at its ends as pending."""
         end = begin + values.numel()
-        # Whole grains are [first, last); where there is none, all of it is pending.
+        # [first, last) are the whole grains of the range. If there is none, all values go to _write_part.
         first = -(-begin // GRAIN) * GRAIN
         last = end if end == self.numel else end // GRAIN * GRAIN
         if first >= last:
@@ -120,7 +122,7 @@ class EncodedState:
             self._encode(at, values[at - begin : stop - begin])
 
     def _write_part(self, begin: int, values: Tensor) -> None:
-        """values: of one grain, a part of it."""
+        """Keeps values of a part of one grain, and encodes the grain once all of it is written."""
         grain, at = divmod(begin, GRAIN)
         if grain not in self._pending:
             size = min(GRAIN, self.numel - grain * GRAIN)
@@ -133,26 +135,26 @@ class EncodedState:
             self._encode(grain * GRAIN, pending)
 
     def _encode(self, begin: int, values: Tensor) -> None:
-        """values: of whole grains."""
+        """Encodes values of whole grains."""
         end = begin + values.numel()
         for grain in [g for g in self._pending if begin <= g * GRAIN < end]:
             del self._pending[grain]
         weight, state = self._slice(begin, end)
         values = values.to(device=self.device, dtype=self.dtype)
         codec.encode(weight, state, self.kinds, self.key, values)
-        if self.key == "master_param":  # by which a publisher knows of it: what is written are slices
+        if self.key == "master_param":  # the write went to slices of the state: tells a weight publisher of it
             torch.autograd.graph.increment_version([self.state["checksum"]])
-        if self.key in FORMATS:  # a master beside its weight is as good as exact
+        if self.key in FORMATS:  # not for masters: weight and remainder together are as good as exact
             self.lossy = self.lossy or not same_values(values, self.read(begin, end))
 
     def flush(self) -> None:
-        """Encodes what is pending: nothing more will be written."""
+        """Encodes all pending values, because no more writes will come."""
         for grain in list(self._pending):
             begin, end = grain * GRAIN, min((grain + 1) * GRAIN, self.numel)
             self._encode(begin, self.read(begin, end))
 
     def is_in(self, stored: Mapping[str, Any], key: str) -> bool:
-        """Whether the elements are those of this stored state."""
+        """Whether this reads and writes `key` of this stored state."""
         return key == self.key and bool(self.state) and all(stored.get(k) is v for k, v in self.state.items())
 
 
@@ -160,20 +162,20 @@ Source: TypeAlias = PlainState | EncodedState
 
 
 def source_of(weight: Tensor, stored: Mapping[str, Any], kinds: StateDtypes, key: str) -> Source:
-    """Of one of `kinds.logical()`. weight: see EncodedState."""
+    """Returns the source of the logical tensor `key` (one of `kinds.logical()`). weight: see EncodedState."""
     if kinds.logical()[key]:
         return EncodedState(weight, {k: value for k, value in stored.items() if k != "step"}, kinds, key)
     return PlainState(dense.flat(stored[key]).view(-1))
 
 
 def ranges(source: Source) -> Iterator[tuple[int, Tensor]]:
-    """All elements, as many as are decoded at a time: where each range begins, and its values."""
+    """Yields all elements, range by range: the range's first index, and its values."""
     for begin, end in _cut(0, source.numel, _RANGE):
         yield begin, source.read(begin, end)
 
 
 def _cut(begin: int, end: int, step: int) -> Iterator[tuple[int, int]]:
-    """[begin, end), cut at multiples of step."""
+    """Yields [begin, end) in pieces, cut at multiples of step."""
     while begin < end:
         stop = min((begin // step + 1) * step, end)
         yield begin, stop
@@ -181,6 +183,6 @@ def _cut(begin: int, end: int, step: int) -> Iterator[tuple[int, int]]:
 
 
 def same_values(a: Tensor, b: Tensor) -> bool:
-    """NaN equals NaN, and zeros of any sign each other."""
+    """Whether all values are equal. NaN equals NaN, and 0 equals -0."""
     a, b = a.to(torch.float32), b.to(torch.float32)
     return torch.equal(a, b) or torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)

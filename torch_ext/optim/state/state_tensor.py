@@ -1,4 +1,4 @@
-"""The tensors of a logical state that are not in memory as such: encoded, or one rank's part only."""
+"""Tensors of a logical state that do not exist in memory: they are stored encoded, or this rank has a part only."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch_ext.optim.state.sources import EncodedState, PlainState, Source, rang
 
 
 class StateTensor(ChunkedTensor, DecodingTensor):
-    """A logical state tensor: of a parameter's shape, in fp32 or the dtype that it is stored in."""
+    """A logical state tensor. It has the shape of a parameter, and is in fp32 or the dtype in which it is stored."""
 
     @staticmethod
     def __new__(cls, handle: StateHandle) -> "StateTensor":
@@ -24,8 +24,8 @@ class StateTensor(ChunkedTensor, DecodingTensor):
 
     @classmethod
     def of(cls, source: Source, like: Tensor, start: int, origin: Index, what: str) -> "StateTensor":
-        """Of the shape and memory order of `like`, which is dense; source: of its elements from `start` on, in memory
-        order. origin, what: see StateHandle."""
+        """Returns a tensor with the shape and memory order of `like`, which is dense. source: this rank's elements,
+        which begin at `start` in memory order. origin, what: see StateHandle."""
         run = Run(tuple(like.shape), order_of(like.shape, like.stride()), start, start + source.numel)
         return cls(StateHandle(source, run, origin, what))
 
@@ -33,7 +33,7 @@ class StateTensor(ChunkedTensor, DecodingTensor):
         return self.handle.decoded()
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Of encoded values always a copy: another optimizer may go on with it."""
+        """Always copies encoded values: another optimizer may use the result as its state."""
         if self.handle.run.whole and isinstance(self.handle.source, EncodedState):
             return self.decoded().to(*args, **kwargs)
         return super().to(*args, **kwargs)
@@ -64,7 +64,7 @@ def _view(t: StateTensor, size: Any) -> Any:
 
 
 def _to_copy(t: StateTensor, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **rest: Any) -> Any:
-    """Of a whole tensor a plain one."""
+    """Handles clone() and to(): copies a whole tensor to a plain one, a rank's part to another StateTensor."""
     if memory_format not in (None, torch.preserve_format):
         return NotImplemented
     if t.handle.run.whole:
@@ -92,7 +92,7 @@ def _zeros_like(t: StateTensor, *, dtype: Any = None, device: Any = None, **rest
 
 
 def _new_empty(t: StateTensor, size: Any, *, dtype: Any = None, device: Any = None, **rest: Any) -> Any:
-    """Always a StateTensor: the staging of asynchronous saves sets a copy of `handle` on what this returns."""
+    """Returns a StateTensor where the size is the same: the staging of asynchronous saves sets `handle` on it."""
     if tuple(size) != tuple(t.shape):
         return torch.empty(size, dtype=dtype or t.dtype, device=device or t.device)
     return _empty(t, dtype, device)

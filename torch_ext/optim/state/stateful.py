@@ -1,4 +1,4 @@
-"""What saving and loading ask of an optimizer (torch_ext.Adam has it), and of each of its parameters."""
+"""The interface of an optimizer and its parameters that saving and loading use. torch_ext.Adam implements it."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -22,24 +22,25 @@ class StatefulOptimizer(Protocol):
     defaults: dict[str, Any]
 
     def current_shards(self, everyone: list[Tensor]) -> ShardMap:
-        """Which part of each parameter lies on this rank."""
+        """Returns which part of each parameter this rank has."""
         ...
 
     def stored_state(self, p: Tensor) -> Mapping[str, Any]:
-        """The state of p as the operators read it (see `state_dtypes`), wherever it lies; empty where there is none."""
+        """Returns the stored state of p (see `state_dtypes`), from opt.state or from the host; empty where there is
+        none."""
         ...
 
     def refuse_hyper(self, group: dict[str, Any], where: str) -> None:
-        """Raises for hyper-parameters that no group may have."""
+        """Raises for hyper-parameters that are not legal in a group. where: for messages."""
         ...
 
     def on_host(self, everyone: list[Tensor]) -> list[bool]:
-        """Which parameters are stepped on the host (offload_fraction)."""
+        """Returns for each parameter whether it is stepped on the host (offload_fraction)."""
         ...
 
 
 class StatefulParam:
-    """A parameter of an optimizer, and its state. Each property is found when it is first used: the policy may have no
+    """A parameter of an optimizer, and its state. Properties are computed on first use, since the policy may have no
     dtypes for a parameter without state."""
 
     def __init__(
@@ -65,11 +66,12 @@ class StatefulParam:
 
     @property
     def cut(self) -> bool:
+        """Whether this rank steps a flat part of the parameter."""
         return local_shard.is_cut(self.param, self.local)
 
 
 def params_of(optimizer: StatefulOptimizer) -> list[StatefulParam]:
-    """All parameters, in the order of their indices in a state_dict."""
+    """Returns all parameters, in the order of their indices in a state_dict."""
     groups = optimizer.param_groups
     names, kept = param_groups.names(groups), param_groups.kept_32bit(groups)
     matrices = param_groups.are_matrices(groups)
@@ -80,6 +82,6 @@ def params_of(optimizer: StatefulOptimizer) -> list[StatefulParam]:
 
 
 def first_names(names: Sequence[str], limit: int = 4) -> str:
-    """For messages: so many of them, and how many more there are."""
+    """Returns up to `limit` names and how many more there are, as text for messages."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

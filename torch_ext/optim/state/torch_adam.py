@@ -1,6 +1,7 @@
-"""torch.optim.Adam, AdamW and Muon load a state of ours without its masters, which their steps do not update.
+"""Makes torch.optim.Adam, AdamW and Muon drop masters and averages when they load a state of ours.
 
-They would load every key, cast to the parameter's dtype, and save it again: an outdated copy of the weights.
+They would load every key, cast it to the parameter's dtype, and save it again. But their steps do not update masters:
+what they save would be an outdated copy of the weights.
 """
 
 import functools
@@ -14,12 +15,13 @@ _PATCHED = "_torch_ext_patched"
 
 def drop_masters() -> None:
     """Patches __setstate__ of torch.optim.Adam and Muon. May be called again."""
-    # Subclasses may have masters of their own.
+    # Only these very classes: a subclass may have masters of its own.
     _patch(torch.optim.Adam, (torch.optim.Adam, torch.optim.AdamW), ("master_param", "ema_param"))
     _patch(torch.optim.Muon, (torch.optim.Muon,), ("master_param", "ema_param", "step"))
 
 
 def _patch(owner: type[torch.optim.Optimizer], kinds: tuple[type, ...], dropped: tuple[str, ...]) -> None:
+    """Makes owner.__setstate__ remove the `dropped` keys, for optimizers whose type is in `kinds`."""
     theirs = owner.__setstate__
     if hasattr(theirs, _PATCHED):
         return

@@ -1,11 +1,11 @@
-"""What the step says of the weights that it changes, for who publishes them: kept beside the states, not among them.
+"""Records of what steps change in weights, for a weight publisher. They are not optimizer states, and in no state_dict.
 
-    changed    uint8, a bit for each weight: its bits were changed
-    moved      bfloat16, for each block of 128: at most how far its masters went; infinite: nobody knows
-    distance   uint8, 4 bits for each weight, where they are wanted: how far it went, in steps of its dtype
+    changed    uint8, a bit for each weight: whether its bits changed
+    moved      bfloat16, for each block of 128: an upper bound of how far its masters moved; infinite: unknown
+    distance   uint8, 4 bits for each weight, if wanted: how far it moved, in steps of its dtype
 
-as tx_adamw_args has them, each of this rank's elements of a parameter. Steps add to them; the publisher reads them and
-makes them zero. They are in no state_dict.
+The tensors are those of tx_adamw_args, for this rank's elements of a parameter. Steps add to them; the publisher reads
+and zeroes them.
 """
 
 import weakref
@@ -21,40 +21,42 @@ KEYS = ("changed", "moved", "distance")
 
 
 class Watcher(Protocol):
-    """Who is told what the hooks of step() do not tell."""
+    """A weight publisher, which is told of changes that hooks of step() do not report."""
 
     def before_writing(self) -> None:
-        """Weights or masters are about to be written outside of step(): in a backward that steps parameters as their
-        gradients are ready, or by resync_masters()."""
+        """Called before weights or masters are written outside of step(): by resync_masters(), or in a backward that
+        steps parameters as their gradients are ready."""
 
     def after_writing(self) -> None:
-        """They were."""
+        """Called after that write."""
 
     def stepped(self) -> None:
-        """Steps were taken that step() does not tell of: it raised, or what a backward stepped is kept without it."""
+        """Called after parameters were stepped without a step() that returned: it raised, or zero_grad() has kept what
+        a backward stepped."""
 
     def weights_move(self) -> None:
-        """Weights may be about to leave their memory, or to come back."""
+        """Called before weights may be offloaded, or loaded back."""
 
     def weights_moved(self, params: Iterable[Tensor], away: bool) -> None:
-        """They did, with their content."""
+        """Called after weights were offloaded (away), or loaded back, with their content."""
 
 
 class WeightChanges:
-    """Of all parameters of an optimizer."""
+    """The records of all parameters of an optimizer."""
 
     def __init__(self, exact: bool) -> None:
-        """exact: distances, too."""
+        """exact: record distances, too."""
         self._exact = exact
         self._of: dict[Tensor, dict[str, Tensor]] = {}
         self.made = 0
-        """How often something was made, or dropped."""
+        """How often a record was created or dropped."""
         self.watcher: weakref.ref[Watcher] | None = None
-        """Who publishes them."""
+        """The publisher that reads the records."""
 
     def beside(self, param: Tensor, numel: int, device: torch.device) -> dict[str, Tensor]:
-        """What is kept of a parameter of which this rank has so many elements, where its state lies. Where there was
-        something else, for another part of it say, nothing is known of the weights."""
+        """Returns the record of a parameter of which this rank has `numel` elements, on the device of its state. If
+        there was a record of another size (of another part of the parameter, say), the new one says that nothing is
+        known of the weights."""
         kept = self._of.get(param)
         if kept is not None and (kept["changed"].numel(), kept["changed"].device) == (-(-numel // 8), device):
             return kept
@@ -69,12 +71,12 @@ class WeightChanges:
         return made
 
     def all_written(self) -> None:
-        """Other states were loaded, which are right for weights that no step has left."""
+        """Called when states were loaded: marks all records, since how far weights moved is then unknown."""
         for kept in self._of.values():
             written(kept)
 
     def keep_only(self, params: set[Tensor]) -> None:
-        """Drops what is kept of all other parameters."""
+        """Drops the records of all other parameters."""
         for gone in [p for p in self._of if p not in params]:
             del self._of[gone]
             self.made += 1
@@ -91,6 +93,6 @@ def _zeros(numel: int, device: torch.device, exact: bool) -> dict[str, Tensor]:
 
 
 def written(kept: Mapping[str, Any]) -> None:
-    """Somebody else wrote to the weights, or to their masters: how far they went, nobody knows."""
+    """Marks a record after a write to weights or masters outside of a step: how far they moved is unknown."""
     if "moved" in kept:
         kept["moved"].fill_(torch.inf)

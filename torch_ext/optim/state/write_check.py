@@ -1,11 +1,12 @@
-"""Which weights beside fp32 masters show that they were modified outside the optimizer.
+"""Finds weights with fp32 masters that may have been modified outside the optimizer.
 
-Note: three signals, all of them a promise (DESIGN, Masters), and each alone sees what the others do not:
-- the version counter of the parameter: whatever torch writes in place;
-- its address: `p.data = other`, which counts no version up; the operator compares it, or the plan is made anew;
-- its master's identity and version counter: a master that was replaced, or written, in opt.state or a state_dict.
+Note: three signals, all of them promised (DESIGN, Masters). Each of them sees writes that the others miss:
+- the version counter of the parameter: every in-place write by torch;
+- its address: `p.data = other`, which does not increment the version counter. The operator compares addresses, or the
+  plan is rebuilt;
+- its master's identity and version counter: a master that was replaced or written in opt.state or a state_dict.
 Writes that leave none of these traces (`p.data.copy_`, numpy) change the checksums of the weights, which the step
-compares itself; beside remainders these are of all weights, so that nothing is watched there. A signal leads to the
+compares. With remainders the checksums cover all weights, so that no signal is needed. A signal leads to the
 elementwise comparison (`masters.resync`).
 """
 
@@ -20,14 +21,14 @@ from torch_ext.tensors import dense
 
 
 class FixedMemory:
-    """Tensors whose addresses stand in the arguments of a step."""
+    """The addresses of tensors on which the kept arguments of a step depend."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
         self._addresses = list(map(Tensor.data_ptr, tensors))
 
     def holds(self) -> bool:
-        """Whether all of them are where they were."""
+        """Whether all addresses are unchanged."""
         with dense.as_plain():
             return list(map(Tensor.data_ptr, self._tensors)) == self._addresses
 
@@ -36,7 +37,7 @@ _NEVER = -1  # a version that no tensor has
 
 
 class SyncedVersion(NamedTuple):
-    """A weight and its fp32 master when the master was last known to round to the weight."""
+    """Version counters and memory of a weight and its fp32 master when the master was last known to round to it."""
 
     version: int  # of the parameter
     address: int
@@ -48,21 +49,21 @@ class SyncedVersion(NamedTuple):
         return cls(member.version, member.place.data_ptr(), member.master, member.master._version)
 
     def holds(self, member: ParamState) -> bool:
-        """Whether weight and master are where they were, and neither was written."""
+        """Whether weight and master have the same memory, and neither was written since."""
         now = self.of(member)
         return now.master is self.master and now == self
 
 
 class WriteCheck:
-    """The signals of all members of a step, on the device and on the host, that have an fp32 master."""
+    """Compares the signals of all members of a step that have an fp32 master, on the device and on the host."""
 
     def __init__(self, members: Sequence[ParamState], synced: Mapping[Tensor, SyncedVersion]) -> None:
-        """synced: what is known of members; the others count as modified."""
+        """synced: members whose masters are known to round to their weights; all others count as modified."""
         self._members = [m for m in members if m.kinds.master == "master_param"]
         self._params = [m.param for m in self._members]
         self._places = [m.place for m in self._members]
         self._masters = [m.master for m in self._members]
-        self._counted_twice = any(map(is_dtensor, self._params))
+        self._has_dtensors = any(map(is_dtensor, self._params))
         self._seen: list[int] | None = None  # the versions that `modified` saw last
         self._addresses = self._addresses_now()
         self.mark_synced(masters=True)
@@ -72,7 +73,8 @@ class WriteCheck:
                 self._versions[i] = _NEVER
 
     def modified(self, masters: bool) -> list[ParamState]:
-        """Members whose weight or master may have been modified since `mark_synced`. masters: somebody got at these."""
+        """Returns the members whose weight or master may have been modified since `mark_synced`. masters: compare their
+        version counters, too, because opt.state was exposed."""
         self._seen = versions = self._versions_now()
         master_versions = self._master_versions_now() if masters else self._master_versions
         if (versions, master_versions) == (self._versions, self._master_versions):
@@ -84,7 +86,7 @@ class WriteCheck:
         return [member for member, here, there in zip(self._members, now, known, strict=True) if here != there]
 
     def note_moved(self) -> bool:
-        """Whether weights lie elsewhere than they did, which is a signal: `modified` names them."""
+        """Whether weights have moved to other addresses, which is a signal: `modified` then lists them."""
         addresses, known = self._addresses_now(), self._addresses
         self._addresses = addresses
         for i, (here, there) in enumerate(zip(addresses, known, strict=True)):
@@ -93,22 +95,22 @@ class WriteCheck:
         return addresses != known
 
     def mark_synced(self, masters: bool, counted: bool = False) -> None:
-        """From here on the masters are known to round to the weights. masters: they may have been written by what
-        counts their versions up; steps do not. counted: since `modified` looked, a step has counted each weight's
-        version up, once, and nothing else of ours has any."""
+        """Records that masters round to their weights now. masters: their version counters may have been incremented (a
+        step does not). counted: since the last call of `modified`, a step has incremented each weight's version counter
+        once, and nothing else in the optimizer has incremented one."""
         seen, self._seen = self._seen, None
         self._versions = [v + 1 for v in seen] if counted and seen is not None else self._versions_now()
         if masters:
             self._master_versions = self._master_versions_now()
 
     def synced(self) -> dict[Tensor, SyncedVersion]:
-        """What is known, for the next plan."""
+        """Returns the record of members in sync, for the next plan."""
         rows = zip(self._versions, self._addresses, self._masters, self._master_versions, strict=True)
         known = zip(self._params, map(SyncedVersion._make, rows), strict=True)
         return {param: row for param, row in known if row.version >= 0}
 
     def _versions_now(self) -> list[int]:
-        if self._counted_twice:
+        if self._has_dtensors:
             return [m.version for m in self._members]
         return [p._version for p in self._params]
 
