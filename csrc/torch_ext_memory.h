@@ -98,11 +98,9 @@ TX_API int64_t tx_memory_room_bytes(const tx_memory_args *args);
  *
  * The terms of `transient`:
  *   received    the other ranks' parts of a bucket, from the wire; under no_shard, where two ranks trade (tx_trades),
- *               the
- *               other rank's bucket
+ *               the other rank's bucket
  *   packed      a bucket to be sent, if it is not sent from the gradients' own buffer (under optim_grads always, else
- *               if
- *               wire_dtype is not grad_dtype)
+ *               if wire_dtype is not grad_dtype)
  *   gathered    the sums of all ranks, if their dtype is neither of these two
  *   if bf16 is compressed, also the messages that are sent and received
  * These count for the in_flight largest buckets, or for two messages of joined buckets (tx_coalesce) if that is more.
