@@ -3,15 +3,14 @@
 #include "csrc/core/status.h"
 #include "csrc/torch_ext.h"
 
-/* Words of tx_signature, one by one: FNV-1a by words, so that lists which differ in one word never have one signature.
- */
+/* Adds a word to a signature: FNV-1a by words, so that lists which differ in one word never have the same signature. */
 static uint64_t signed_with(uint64_t signature, int64_t word) {
   return (signature ^ (uint64_t)word) * UINT64_C(0x100000001B3);
 }
 
 #define NO_WORDS UINT64_C(0xCBF29CE484222325)
 
-/* Never 0, which asks for nothing. */
+/* The final signature; never 0, which means "not checked". */
 static int64_t closed(uint64_t signature) {
   return (int64_t)(signature ? signature : 1);
 }
