@@ -19,12 +19,13 @@ static double now(void) {
   return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* Most answers come at once, and the shortest sleep takes longer than they do: nobody sleeps before both the time and
-   the questions are over. On a busy machine the time is over before the first question. */
+/* When to start sleeping while polling. Most operations complete at once, and the shortest sleep takes longer than they
+ * do, so the poll does not sleep until both this time and this number of polls are exceeded. On a busy machine the time
+ * may be over before the first poll. */
 #define TX_AWAKE_SECONDS 50e-6
 #define TX_AWAKE_QUESTIONS 16
 
-/* From a microsecond to a millisecond: a rank that is late is late by much. */
+/* Sleeps, from a microsecond up to a millisecond, doubling each time: a rank that is late is usually very late. */
 static void nap(long *nanoseconds) {
   const struct timespec t = {0, *nanoseconds};
   (void)nanosleep(&t, NULL);
@@ -61,7 +62,7 @@ static tx_status refuse_dead(const tx_nccl_comm *comm, const char *what, tx_erro
                  what, comm->why);
 }
 
-/* Under the lock: aborts with the message, and fails with it. */
+/* Under the lock: aborts the communicator with the message, and returns a failure with it. */
 static tx_status abort_with(tx_nccl_comm *comm, tx_error *error, const char *message) {
   kill_comm(comm, message);
   return tx_fail(error, TX_ERROR_UNAVAILABLE, "%s", message);
@@ -75,7 +76,7 @@ static tx_status fail_with(tx_nccl_comm *comm, int which, int result, const char
   return abort_with(comm, error, message);
 }
 
-/* Until NCCL has done what it began. */
+/* Under the lock: polls until NCCL has completed what it began. */
 static tx_status settle(tx_nccl_comm *comm, int which, int result, const char *what, tx_error *error) {
   const double begin = now(), deadline = begin + comm->timeout_seconds;
   tx_status status = TX_OK;
@@ -170,7 +171,7 @@ static int finalize(tx_nccl_comm *comm, ncclComm_t used, void *arg) {
 void tx_nccl_comm_free(tx_nccl_comm *comm) {
   if (!comm) return;
   for (int i = 0; i < comm->n_comms && is_alive(comm); i++)
-    (void)tx_nccl_run(comm, i, finalize, NULL, "ending a communicator", NULL); /* where it fails, all are aborted */
+    (void)tx_nccl_run(comm, i, finalize, NULL, "ending a communicator", NULL); /* a failure aborts all of them */
   for (int i = 0; i < comm->n_comms; i++)
     if (comm->comms[i]) (void)comm->library->call.ncclCommDestroy(comm->comms[i]);
   (void)pthread_mutex_destroy(&comm->lock);
