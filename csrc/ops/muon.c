@@ -144,7 +144,7 @@ static void count_steps(const tx_muon_update_args *args) {
 /* room: enough for everything. */
 static tx_status update_all(update_context *c, const tx_work_room *room, const tx_parallel *parallel, tx_error *error) {
   const tx_muon_update_args *a = c->args;
-  const tx_weights_beside beside = {a->n, a->params, a->masters, a->checksums, a->on_external_write, a->moved};
+  const tx_weights_and_masters beside = {a->n, a->params, a->masters, a->checksums, a->on_external_write, a->moved};
   if (a->on_external_write != TX_EXTERNAL_IGNORE)
     TX_FORWARD(tx_notice_external(&beside, &c->resynced, room, parallel, error));
   if (a->on_external_write == TX_EXTERNAL_CHECK) return TX_OK;
