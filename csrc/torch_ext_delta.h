@@ -102,9 +102,9 @@ TX_API tx_status tx_delta_chain_begin(int64_t n_params, const tx_delta_param *pa
  *              integer (below) the weight differs from the last version, 4 bits in two's complement; -8: more than 7
  *              either way. None: not kept. F32 weights have none
  *   checksums  I64, ceil(numel / TX_CHECKSUM), of the weights of the last version. They reveal writes from outside: a
- *              block whose checksum differs although it has no changed bit is sent whole, and so is one without a
- *              bound in which a TX_BLOCK has no changed bit. None: such writes are not noticed, and receivers cannot
- *              use TX_DELTA_FULL
+ *              block whose checksum differs is sent whole if it has no changed bit, or has a TX_BLOCK without a known
+ *              bound and without a changed bit. None: such writes are not noticed, and receivers cannot use
+ *              TX_DELTA_FULL
  *
  * The ordered integer of a weight: its bits as a signed integer if its sign is +, else minus the bits without the sign,
  * minus 1. So neighbouring floats differ by 1, and -0 is next to +0. */
