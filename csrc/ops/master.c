@@ -1,4 +1,4 @@
-/* tx_master_encode, tx_master_decode, tx_master_resync. */
+/* tx_master_encode, tx_master_decode and tx_master_resync. */
 #include "csrc/core/status.h"
 #include "csrc/cpu/kernels.h"
 #include "csrc/ops/external_writes.h"
