@@ -12,14 +12,16 @@
  *
  *   IDLE -- begin(sync 0) --> ACCUMULATING -- end --> IDLE
  *   IDLE -- begin(sync 1) --> REDUCING -- end --> CLOSING -- nothing left to do --> IDLE
- *   any of them but IDLE -- died --> RECOVERING -- nothing left to do --> IDLE
+ *   REDUCING, CLOSING -- died --> RECOVERING -- nothing left to do --> IDLE
+ *   ACCUMULATING -- died --> IDLE
  *
  * In REDUCING a bucket is sent as soon as its last gradient is ready; buckets are sent in ascending order. CLOSING
  * inspects the parameters that got no gradient, sends the remaining buckets, exchanges reports, waits for the sums, and
  * installs them. A report says what one rank knows and all ranks need: which cycle it is in, which gradients it had,
  * and whether one was not finite. From the same reports every rank reaches the same verdict, in the same words.
  * RECOVERING follows a backward that raised: it sends the buckets that were complete then, because the other ranks sent
- * them too, and waits for everything that was sent.
+ * them too, and waits for everything that was sent. (A backward that dies in CLOSING once all sums are complete stays
+ * in CLOSING and installs them.)
  *
  * Between backwards a step writes weights, bucket by bucket, and starts their all-gathers (tx_cycle_stepping). They are
  * waited for at the end of the step; if the step is interrupted there, before the next forward.
@@ -178,19 +180,17 @@ TX_API void tx_cycle_stepped(tx_cycle *cycle);
 
 typedef enum tx_cycle_do {
   TX_DO_NOTHING = 0,
-  TX_DO_CHECK = 1,   /* bucket `first` is complete: check it for gradients that are not finite */
-  TX_DO_SEND = 2,    /* send buckets [first, end) as message `message`; flags: TX_SEND_STEP */
-  TX_DO_INSPECT = 3, /* parameter `first` got no gradient: call tx_cycle_missing, and do what it returns */
-  TX_DO_ORDER =
-      4, /* exchange tx_cycle_order; if another plan is better, call tx_cycle_rebuild instead of tx_cycle_done */
+  TX_DO_CHECK = 1,      /* bucket `first` is complete: check it for gradients that are not finite */
+  TX_DO_SEND = 2,       /* send buckets [first, end) as message `message`; flags: TX_SEND_STEP */
+  TX_DO_INSPECT = 3,    /* parameter `first` got no gradient: call tx_cycle_missing, and do what it returns */
+  TX_DO_ORDER = 4,      /* exchange tx_cycle_order; for a better plan call tx_cycle_rebuild instead of tx_cycle_done */
   TX_DO_REPORT = 5,     /* start to exchange what tx_cycle_report writes; do not wait */
   TX_DO_WAIT = 6,       /* wait for message `message`; flags: TX_WAIT_DISCARD, TX_WAIT_IF_SENT */
   TX_DO_READ = 7,       /* wait for the reports, and pass them to tx_cycle_read */
   TX_DO_INSTALL = 8,    /* install the sums of the parameters that tx_cycle_anywhere and tx_cycle_left name */
   TX_DO_RAISE = 9,      /* raise `text`, the verdict, which is the same on every rank. Needs no tx_cycle_done */
   TX_DO_RECOVERED = 10, /* nothing of the backward that died is in flight any more */
-  TX_DO_WEIGHTS =
-      11 /* wait for an all-gather of weights: number `message` since all were complete. Between backwards */
+  TX_DO_WEIGHTS = 11    /* wait for all-gather `message` of weights, counted since all were complete */
 } tx_cycle_do;
 
 #define TX_SEND_STEP 1    /* step each bucket as soon as this rank's part of it is reduced */

@@ -38,8 +38,7 @@ typedef struct tx_memory_args {
   const tx_memory_unit *units; /* for optim_grads_params; the two largest count */
   int64_t frozen_bytes;        /* bytes of parameters that are not trained */
   int64_t in_flight;           /* most buckets exchanged at a time; >= 1 */
-  const int64_t
-      *ends; /* of tx_coalesce: n_messages entries, the last one n_buckets; NULL: the link speed is not known */
+  const int64_t *ends;         /* result of tx_coalesce: n_messages entries; NULL: the link speed is not known */
   int64_t n_messages;
   int32_t strategy;     /* tx_strategy */
   int32_t gather_dtype; /* grad_gather_dtype of the policy */
@@ -49,12 +48,10 @@ typedef struct tx_memory_args {
   int32_t ema_lows;     /* 1: BF16 averages have 8 further bits (tx_adamw_args.ema_lows) */
   int32_t publishes;    /* 1: steps record what they change (changed, moved), and checksums of it are kept */
   int32_t distances;    /* 1: steps also record how far 16-bit weights move (tx_adamw_args.distances) */
-  int64_t
-      threads; /* threads of a rank, which decide how many matrices are multiplied at a time (tx_muon_lanes); >= 1 */
+  int64_t threads;      /* threads of a rank, which tx_muon_lanes depends on; >= 1 */
   int64_t n_matrices;
-  const tx_muon_matrix
-      *matrices; /* Muon's matrices in the order in which they are stepped; `param` is an index into layout */
-  void *room;    /* workspace of tx_memory_room_bytes, aligned to 8 bytes; NULL: there are no matrices */
+  const tx_muon_matrix *matrices; /* Muon's, in the order in which they are stepped; `param` is an index into layout */
+  void *room; /* workspace of tx_memory_room_bytes, aligned to 8 bytes; NULL: there are no matrices */
 } tx_memory_args;
 #define TX_MEMORY_ARGS_INIT \
   { .size = sizeof(tx_memory_args), .in_flight = 1, .threads = 1 }

@@ -18,10 +18,9 @@ typedef struct tx_layout_param {
   const char *name;     /* for messages and the fingerprint; may be NULL */
   const int64_t *shape; /* ndim sizes whose product is numel, for the fingerprint; may be NULL */
   int64_t ndim;
-  int64_t numel; /* >= 0 */
-  int64_t tied;  /* position of the earlier parameter that this one shares its memory with, or -1. A tied parameter is
-                    placed once */
-  int64_t key;   /* any number; parameters with different keys never share a buffer */
+  int64_t numel;       /* >= 0 */
+  int64_t tied;        /* the earlier parameter that this one shares its memory with, or -1. Placed once */
+  int64_t key;         /* any number; parameters with different keys never share a buffer */
   int32_t param_dtype; /* tx_dtype, as are the next two; parameters that differ in one of them never share a buffer */
   int32_t grad_dtype;
   int32_t wire_dtype;
@@ -161,8 +160,8 @@ TX_API tx_dtype tx_gather_dtype(tx_dtype grad_gather_dtype, tx_dtype wire_dtype)
  * The measurement is a full exchange of TX_LINK_ROUNDS rounds, one after the other. In each round every rank sends
  * tx_link_part_bytes to every other rank; a round's time is that of its slowest rank. The first round is a warm-up and
  * does not count. Disturbances only lengthen a round, so the quickest of the others counts. If all of them were
- * disturbed, the median counts of their times less the time that the rank's threads waited for a processor: where
- * processors are overloaded, a message of a few milliseconds is never undisturbed. */
+ * disturbed, the result is the median of their times, less the time that the rank's threads waited for a processor:
+ * where processors are overloaded, a message of a few milliseconds is never undisturbed. */
 #define TX_LINK_ROUNDS 6
 
 /* Bytes that each rank sends to each other rank in a round: about 4 MiB per rank in all, at least 64 KiB to each other
@@ -182,7 +181,7 @@ TX_API double tx_link_gbps(const int64_t *took, const int64_t *waited, int64_t w
  * tx_grad_comm_compression. link_gbps: 0: not known. */
 TX_API int32_t tx_compresses(int32_t choice, double link_gbps);
 
-/* -- coalescing (which buckets travel together) ------------------------------------------------------------------ */
+/* -- coalescing (which buckets are sent together) ----------------------------------------------------------------- */
 
 /* The most bytes on the wire that joined buckets may take: a quarter of their buffer, up to TX_COALESCE_BYTES; but half
  * of the buffer as long as that is no more than TX_COALESCE_SMALL, and for larger buffers never less than
@@ -196,8 +195,8 @@ TX_API int32_t tx_compresses(int32_t choice, double link_gbps);
 #define TX_COALESCE_SMALL (INT64_C(4) << 20)
 TX_API int64_t tx_coalesce_most(int64_t buffer_bytes, int32_t sharded, int32_t compressed);
 
-/* Whether all buckets of a buffer may be one uncompressed message that has no other one in flight: it takes no more
- * memory than two messages of half the buffer. */
+/* Whether all buckets of a buffer may be one message, which is uncompressed and the only one in flight: it takes no
+ * more memory than two messages of half the buffer. */
 TX_API int32_t tx_coalesce_whole(int64_t buffer_bytes);
 
 typedef struct tx_coalesce_args {

@@ -152,8 +152,7 @@ typedef enum tx_preset {
 typedef struct tx_policy_args {
   uint64_t size;
   int64_t n_config;
-  const tx_setting
-      *config; /* the optimizer's configuration; lr, min_lr, optimizer, clip_grad, weight_decay ... pass verbatim */
+  const tx_setting *config;      /* the optimizer's: lr, min_lr, optimizer, clip_grad, weight_decay ... pass verbatim */
   tx_policy_overrides optimizer; /* override_optimizer_config */
   tx_policy_overrides ddp;       /* override_ddp_config */
   int32_t model_dtype;           /* tx_dtype of most trainable elements: F32, F16 or BF16; TX_NONE: no model */

@@ -37,7 +37,7 @@ typedef enum tx_status {
   TX_ERROR_OVERLAP = 202,   /* memory written twice by one call */
   TX_ERROR_CONFLICT = 203,  /* two explicit settings that contradict each other; the message names both */
   TX_ERROR_DEVICE = 204,    /* tensors on different devices, or on a device that this library cannot reach */
-  TX_ERROR_BAD_STATE = 205, /* a call out of order (the message says which call comes first) */
+  TX_ERROR_BAD_STATE = 205, /* a call out of order (the message says which call must come first) */
   /* 3xx: the environment */
   TX_ERROR_OUT_OF_MEMORY = 300,
   TX_ERROR_UNAVAILABLE = 301, /* this machine or this torch lacks something */
@@ -130,8 +130,8 @@ TX_API tx_status tx_dtype_size(tx_dtype dtype, int64_t *bytes, tx_error *error);
 /* Instruction sets that this library was built for and this processor has. tx_isa_name(i) is the name of the i-th,
  * slowest first, and NULL past the end. tx_isa_selected is the name of the one in use. tx_isa_select chooses one by
  * name ("base", ...) for all calls of all threads that begin afterwards; a name that is not among them is
- * TX_ERROR_UNAVAILABLE. NULL chooses what the environment variable TORCH_EXT_ISA says, else the fastest. An unusable
- * TORCH_EXT_ISA is ignored until then; only tx_isa_select(NULL) reports it. */
+ * TX_ERROR_UNAVAILABLE. NULL chooses what the environment variable TORCH_EXT_ISA says, else the fastest. Without a call
+ * of tx_isa_select an unusable TORCH_EXT_ISA is ignored; only tx_isa_select(NULL) reports it. */
 TX_API const char *tx_isa_name(int32_t i);
 TX_API const char *tx_isa_selected(void);
 TX_API tx_status tx_isa_select(const char *name, tx_error *error);

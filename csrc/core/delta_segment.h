@@ -33,8 +33,7 @@ typedef enum tx_delta_flags {
   TX_DELTA_SLICEABLE = 1 << 6,
   TX_DELTA_DENSE = 1 << 7,
   TX_DELTA_RETURNS = 1 << 8, /* several steps: a changed weight may have its old value again */
-  TX_DELTA_FLIPPED =
-      1 << 9, /* this bit and the next ones, one per class: positions are those of weights that did not change */
+  TX_DELTA_FLIPPED = 1 << 9, /* this and the next bits, one per class: positions are of unchanged weights */
   TX_DELTA_ALL_FLAGS = (TX_DELTA_FLIPPED << TX_DELTA_CLASSES) - 1
 } tx_delta_flags;
 

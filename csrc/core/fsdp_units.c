@@ -9,8 +9,7 @@ int64_t tx_fsdp_units(const int64_t *numels, int64_t n, int64_t least, int64_t *
   if (least == TX_NO_INT) least = kLeast;
   int64_t units = 0, numel = 0;
   for (int64_t i = 0; i < n; i++) {
-    numel =
-        numels[i] < least - numel ? numel + numels[i] : least; /* stop adding at `least`, so that nothing overflows */
+    numel = numels[i] < least - numel ? numel + numels[i] : least; /* not beyond `least`: cannot overflow */
     if (numel < least && i + 1 < n) continue;
     if (numel < least && units > 0) units--; /* the last unit is too small: join it with its neighbour */
     ends[units++] = i + 1;

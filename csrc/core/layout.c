@@ -14,8 +14,7 @@ static const int64_t kLimit = INT64_MAX / 16;
 /* Buckets per buffer that the default cap aims at: one of them is still being exchanged when backward has ended. */
 static const int64_t kBucketsPerBuffer = 32;
 
-static const int64_t kHighBandwidth =
-    1 << 16; /* NCCL's bus bandwidth is lower for sizes that are not multiples of it */
+static const int64_t kHighBandwidth = 1 << 16; /* NCCL's bus bandwidth is lower for sizes that are no multiple of it */
 
 /* Appends "parameter 3 ('layers.0.weight')". */
 static void add_param(tx_text *text, const tx_layout_args *args, int64_t i) {

@@ -18,7 +18,7 @@ static travel of_bucket(const tx_memory_args *args, const tx_layout_param *like,
   const int32_t wire = like->wire_dtype;
   const int32_t gather = (int32_t)tx_gather_dtype((tx_dtype)args->gather_dtype, (tx_dtype)wire);
   const int ranks_lie_apart =
-      joined && args->strategy == TX_OPTIM; /* the ranks' parts are contiguous in the message, not in the buffer */
+      joined && args->strategy == TX_OPTIM; /* in the buffer; in the message they are contiguous */
   const int packed = args->strategy == TX_OPTIM_GRADS || wire != like->grad_dtype || ranks_lie_apart;
   const int gathered = args->strategy == TX_NO_SHARD && gather != wire && gather != like->grad_dtype;
   const int64_t blocks = numel / TX_BLOCK;

@@ -55,8 +55,7 @@ tx_status tx_adamw(const tx_adamw_args *args, const tx_parallel *parallel, tx_er
   TX_FORWARD(tx_check_adamw(args, 1, error));
   const size_t notice_bytes = tx_notice_bytes(args->n), step_bytes = sizeof(tx_step_local);
   const size_t local_bytes = args->checksums && notice_bytes > step_bytes ? notice_bytes : step_bytes;
-  tx_work_room
-      room; /* allocated before the first byte is written, so that nothing fails afterwards for lack of memory */
+  tx_work_room room; /* allocated now, so that nothing fails for lack of memory once something is written */
   TX_FORWARD(tx_work_room_make(&room, args->n, args->params, tx_step_alignment(args), tx_threads_of(parallel),
                                local_bytes, error));
   tx_status status = TX_OK;

@@ -166,8 +166,7 @@ tx_status tx_muon_update(const tx_muon_update_args *args, const tx_parallel *par
   TX_FORWARD(tx_check_parallel(parallel, error));
   TX_FORWARD(tx_check_muon_update(args, 1, error));
   const size_t notice_bytes = tx_notice_bytes(args->n);
-  tx_work_room
-      room; /* allocated before the first byte is written, so that nothing fails afterwards for lack of memory */
+  tx_work_room room; /* allocated now, so that nothing fails for lack of memory once something is written */
   TX_FORWARD(tx_work_room_make(&room, args->n, args->params, TX_SAMPLED, tx_threads_of(parallel),
                                notice_bytes > sizeof(int64_t) ? notice_bytes : sizeof(int64_t), error));
   update_context context = {args, tx_kernels_selected(), 0, leaves_caches(args->params, args->n)};

@@ -152,8 +152,7 @@ tx_status tx_torch_orthogonalise_with(const tx_torch_abi *abi, const tx_parallel
   for (int64_t i = 0; i < n; i++)
     beside += jobs[i].alone != 0;
   region r = {abi, jobs, n, workspaces, n_workspaces, 0};
-  const int64_t lanes =
-      n_workspaces < 2 ? 2 : n_workspaces; /* with fewer than two tasks torch's pool opens no region */
+  const int64_t lanes = n_workspaces < 2 ? 2 : n_workspaces; /* for a single task torch's pool opens no region */
   if (beside > 0) pool->run(pool->ctx, lanes, orthogonalise_lane, &r);
   for (int64_t i = 0; i < n; i++) {
     if (!jobs[i].alone) orthogonalise(abi, pool, &jobs[i], workspaces);
