@@ -44,7 +44,7 @@ void tx_text_add_float(tx_text *text, double number);
  */
 int64_t tx_text_item(const char **cursor, const char *separators, const char **item);
 
-/* 1 where the `length` bytes at `item` are the string `word`. */
+/* Returns 1 if the `length` bytes at `item` are the string `word`. */
 int tx_text_is(const char *item, int64_t length, const char *word);
 
 #endif
