@@ -57,7 +57,7 @@ int32_t tx_coalesce_whole(int64_t buffer_bytes) {
 }
 
 /* Bytes of the buffer that begins with bucket `first`. */
-static int64_t of_buffer(const tx_coalesce_args *args, int64_t first) {
+static int64_t bytes_of_buffer(const tx_coalesce_args *args, int64_t first) {
   int64_t sum = 0;
   for (int64_t b = first; same_buffer(args, first, b); b++)
     if (__builtin_add_overflow(sum, args->bytes[b], &sum)) return INT64_MAX;
@@ -97,7 +97,8 @@ static tx_status join(const tx_coalesce_args *args, int64_t *ends, int64_t *n_me
   double limit = 0;
   *n_messages = 0;
   for (int64_t first = 0; first < args->n_buckets;) {
-    if (known && (first == 0 || !same_buffer(args, first - 1, first))) limit = most(args, of_buffer(args, first), each);
+    if (known && (first == 0 || !same_buffer(args, first - 1, first)))
+      limit = most(args, bytes_of_buffer(args, first), each);
     double carried = (double)args->bytes[first];
     int64_t end = first + 1;
     for (const int joins = carried * each < kWorth; joins && carried * each < kShortest; end++) {

@@ -3,10 +3,10 @@
 #include "csrc/core/memory_parts.h"
 
 /* Bytes that a bucket takes while it is exchanged. */
-typedef struct travel {
+typedef struct bucket_bytes {
   int64_t received, packed, gathered;
   int64_t messages; /* compressed messages, both directions */
-} travel;
+} bucket_bytes;
 
 /* Bytes of a compressed message of `blocks` blocks; 0 if such messages are sent uncompressed. */
 static int64_t compressed(const tx_memory_args *args, int32_t dtype, int64_t blocks) {
@@ -14,19 +14,20 @@ static int64_t compressed(const tx_memory_args *args, int32_t dtype, int64_t blo
 }
 
 /* like: a parameter of the bucket's buffer. joined: whether the bucket stands for several joined ones. */
-static travel of_bucket(const tx_memory_args *args, const tx_layout_param *like, int64_t numel, int joined) {
+static bucket_bytes bytes_of_bucket(const tx_memory_args *args, const tx_layout_param *like, int64_t numel,
+                                    int joined) {
   const int32_t wire = like->wire_dtype;
   const int32_t gather = (int32_t)tx_gather_dtype((tx_dtype)args->gather_dtype, (tx_dtype)wire);
-  const int ranks_lie_apart =
+  const int not_contiguous =
       joined && args->strategy == TX_OPTIM; /* in the buffer; in the message they are contiguous */
-  const int packed = args->strategy == TX_OPTIM_GRADS || wire != like->grad_dtype || ranks_lie_apart;
+  const int packed = args->strategy == TX_OPTIM_GRADS || wire != like->grad_dtype || not_contiguous;
   const int gathered = args->strategy == TX_NO_SHARD && gather != wire && gather != like->grad_dtype;
   const int64_t blocks = numel / TX_BLOCK;
   const int64_t wire_bytes = tx_wire_block_bytes((tx_dtype)wire), gather_bytes = tx_wire_block_bytes((tx_dtype)gather);
   const int whole =
       args->slots || (args->strategy == TX_NO_SHARD && tx_trades(args->layout->world, wire_bytes, gather_bytes));
   const int64_t received = whole ? blocks : blocks - blocks / args->layout->world;
-  return (travel){
+  return (bucket_bytes){
       .received = tx_memory_add(0, received, wire_bytes),
       .packed = packed * tx_memory_add(0, blocks, wire_bytes),
       .gathered = gathered * tx_memory_add(0, blocks, gather_bytes),
@@ -35,8 +36,8 @@ static travel of_bucket(const tx_memory_args *args, const tx_layout_param *like,
   };
 }
 
-static int64_t travelling(const tx_memory_args *args, const tx_layout_param *like, int64_t numel, int joined) {
-  const travel found = of_bucket(args, like, numel, joined);
+static int64_t exchange_bytes(const tx_memory_args *args, const tx_layout_param *like, int64_t numel, int joined) {
+  const bucket_bytes found = bytes_of_bucket(args, like, numel, joined);
   return tx_memory_add(tx_memory_add(tx_memory_add(found.received, 1, found.packed), 1, found.gathered), 1,
                        found.messages);
 }
@@ -58,7 +59,7 @@ static const tx_layout_param *like_of(const tx_memory_args *args, int64_t b) {
 
 /* Bytes of bucket b's slot in a role: 0 received, 1 packed, 2 gathered. */
 static int64_t slot_of(const tx_memory_args *args, int64_t b, int role) {
-  const travel found = of_bucket(args, like_of(args, b), args->buckets[b].size, 0);
+  const bucket_bytes found = bytes_of_bucket(args, like_of(args, b), args->buckets[b].size, 0);
   return size_class(role == 0 ? found.received : role == 1 ? found.packed : found.gathered);
 }
 
@@ -88,7 +89,7 @@ static int64_t exchanged(const tx_memory_args *args, int64_t *filling) {
       const tx_layout_bucket *bucket = &args->buckets[b];
       if (b == 0 || bucket->buffer != args->buckets[b - 1].buffer)
         like = &args->layout->params[tx_memory_first_in(args, bucket->buffer)];
-      const int64_t bytes = travelling(args, like, bucket->size, 0);
+      const int64_t bytes = exchange_bytes(args, like, bucket->size, 0);
       if (bytes > next_bytes && (bytes < last_bytes || (bytes == last_bytes && b > last))) {
         next = b;
         next_bytes = bytes;
@@ -115,7 +116,7 @@ static int64_t joined(const tx_memory_args *args, int64_t *filling) {
       used = tx_memory_add(used, 1, args->buckets[b].used);
     }
     const tx_layout_param *like = like_of(args, first);
-    const int64_t bytes = travelling(args, like, numel, 1),
+    const int64_t bytes = exchange_bytes(args, like, numel, 1),
                   grads = tx_memory_add(0, used, tx_memory_size_of(like->grad_dtype));
     if (grads > *filling) *filling = grads;
     next = bytes > most ? most : bytes > next ? bytes : next;
@@ -144,7 +145,7 @@ static int64_t joined_at_most(const tx_memory_args *args, int64_t *filling) {
     if (blocks > 0) numel = tx_coalesce_most(bytes, sharded, messages > 0) / (bytes / blocks) * TX_BLOCK;
     const int64_t largest = messages == 0 && tx_coalesce_whole(bytes) ? all : numel;
     if (pair > largest) continue;
-    const int64_t two = tx_memory_add(0, 2, travelling(args, like, numel, 1));
+    const int64_t two = tx_memory_add(0, 2, exchange_bytes(args, like, numel, 1));
     const int64_t grads = tx_memory_add(0, largest, tx_memory_size_of(like->grad_dtype));
     if (two > most) most = two;
     if (grads > *filling) *filling = grads;

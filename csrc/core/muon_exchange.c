@@ -256,7 +256,7 @@ static int32_t hand_out(tx_muon_exchange *x, tx_muon_action *action, int32_t kin
 }
 
 /* The next parameter whose momentum this rank must compute for a round; -1: none. */
-static int64_t to_be_made(tx_muon_exchange *x, int64_t round) {
+static int64_t next_momentum(tx_muon_exchange *x, int64_t round) {
   for (; x->cursor < x->args.world; x->cursor++) {
     const int64_t matrix = tx_muon_exchange_matrix(x, round, x->cursor);
     if (part_bytes(x, matrix, x->args.rank) == 0) continue;
@@ -279,7 +279,7 @@ static int64_t completed(tx_muon_exchange *x, int64_t round) {
   return -1;
 }
 
-static void go_on(tx_muon_exchange *x) {
+static void advance_step(tx_muon_exchange *x) {
   x->cursor = x->handed = 0;
   if (++x->step < STEPS) return;
   x->step = 0;
@@ -288,12 +288,12 @@ static void go_on(tx_muon_exchange *x) {
 
 int32_t tx_muon_exchange_next(tx_muon_exchange *x, tx_muon_action *action) {
   leave(x);
-  for (; x->turn <= x->n_rounds; go_on(x)) {
+  for (; x->turn <= x->n_rounds; advance_step(x)) {
     const int32_t kind = kSteps[x->step].kind;
     const int64_t round = x->turn + kSteps[x->step].after;
     if (round < 0 || round >= x->n_rounds) continue;
     if (kind == TX_MUON_MULTIPLY && tx_muon_exchange_matrix(x, round, x->args.rank) < 0) continue;
-    int64_t param = kind == TX_MUON_GATHER ? to_be_made(x, round) : -1;
+    int64_t param = kind == TX_MUON_GATHER ? next_momentum(x, round) : -1;
     if (param >= 0) return hand_out(x, action, TX_MUON_MOMENTUM, param, round);
     if (!x->handed) {
       x->handed = 1;

@@ -60,7 +60,7 @@ static void sort(piece *pieces, int64_t n) {
   }
 }
 
-static double most_of(const plan *p) {
+static double largest_load(const plan *p) {
   double most = 0.0;
   for (int64_t r = 0; r < p->ranks; r++)
     most = p->loads[r] > most ? p->loads[r] : most;
@@ -73,7 +73,7 @@ static void give(plan *p, int64_t i, int64_t rank) {
 }
 
 /* Gives each piece to the rank with the least load so far. */
-static void by_least(plan *p) {
+static void plan_greedy(plan *p) {
   memset(p->loads, 0, (size_t)p->ranks * sizeof *p->loads);
   for (int64_t i = 0; i < p->n; i++) {
     int64_t least = 0;
@@ -84,7 +84,7 @@ static void by_least(plan *p) {
 }
 
 /* Gives each piece to the first rank whose load stays within `bound`. Returns 0 if there is none for some piece. */
-static int by_first_fit(plan *p, double bound) {
+static int plan_first_fit(plan *p, double bound) {
   memset(p->loads, 0, (size_t)p->ranks * sizeof *p->loads);
   for (int64_t i = 0; i < p->n; i++) {
     int64_t rank = 0;
@@ -148,14 +148,14 @@ static void find_owners(plan p, const double *sizes, int32_t *owners) {
   for (int64_t i = 0; i < n; i++)
     p.pieces[i] = (piece){sizes[i], i};
   sort(p.pieces, n);
-  by_least(&p);
+  plan_greedy(&p);
   put_owners(&p, owners);
-  double low = least_bound(&p), high = most_of(&p);
+  double low = least_bound(&p), high = largest_load(&p);
   for (int i = 0; i < BOUNDS && high > NEAR * low; i++) {
     const double bound = low + (high - low) / 2.0;
-    if (by_first_fit(&p, bound)) {
+    if (plan_first_fit(&p, bound)) {
       put_owners(&p, owners);
-      high = most_of(&p);
+      high = largest_load(&p);
     } else {
       low = bound; /* a lower bound for this kind of plan only */
     }

@@ -23,7 +23,7 @@ static double now(void) {
  * do, so the poll does not sleep until both this time and this number of polls are exceeded. On a busy machine the time
  * may be over before the first poll. */
 #define TX_AWAKE_SECONDS 50e-6
-#define TX_AWAKE_QUESTIONS 16
+#define TX_AWAKE_POLLS 16
 
 /* Sleeps, from a microsecond up to a millisecond, doubling each time: a rank that is late is usually very late. */
 static void nap(long *nanoseconds) {
@@ -42,7 +42,7 @@ static ncclComm_t *used_for(tx_nccl_comm *comm, int which) {
 }
 
 /* Under the lock. */
-static void kill_comm(tx_nccl_comm *comm, const char *why) {
+static void abort_all(tx_nccl_comm *comm, const char *why) {
   const tx_nccl_table *call = &comm->library->call;
   if (!is_alive(comm)) return;
   (void)snprintf(comm->why, sizeof comm->why, "%s", why);
@@ -55,7 +55,7 @@ static void kill_comm(tx_nccl_comm *comm, const char *why) {
   if (together) (void)call->ncclGroupEnd();
 }
 
-static tx_status refuse_dead(const tx_nccl_comm *comm, const char *what, tx_error *error) {
+static tx_status fail_aborted(const tx_nccl_comm *comm, const char *what, tx_error *error) {
   return tx_fail(error, TX_ERROR_BAD_STATE,
                  "%s: this communicator was aborted and cannot be used any more; end the process on every rank. The "
                  "reason: %s",
@@ -64,7 +64,7 @@ static tx_status refuse_dead(const tx_nccl_comm *comm, const char *what, tx_erro
 
 /* Under the lock: aborts the communicator with the message, and returns a failure with it. */
 static tx_status abort_with(tx_nccl_comm *comm, tx_error *error, const char *message) {
-  kill_comm(comm, message);
+  abort_all(comm, message);
   return tx_fail(error, TX_ERROR_UNAVAILABLE, "%s", message);
 }
 
@@ -77,7 +77,7 @@ static tx_status fail_with(tx_nccl_comm *comm, int which, int result, const char
 }
 
 /* Under the lock: polls until NCCL has completed what it began. */
-static tx_status settle(tx_nccl_comm *comm, int which, int result, const char *what, tx_error *error) {
+static tx_status poll_until_done(tx_nccl_comm *comm, int which, int result, const char *what, tx_error *error) {
   const double begin = now(), deadline = begin + comm->timeout_seconds;
   tx_status status = TX_OK;
   long nanoseconds = 1000;
@@ -90,13 +90,13 @@ static tx_status settle(tx_nccl_comm *comm, int which, int result, const char *w
       return abort_with(comm, error, message);
     }
     (void)pthread_mutex_unlock(&comm->lock);
-    if (question < TX_AWAKE_QUESTIONS || now() < begin + TX_AWAKE_SECONDS) {
+    if (question < TX_AWAKE_POLLS || now() < begin + TX_AWAKE_SECONDS) {
       (void)sched_yield();
     } else {
       nap(&nanoseconds);
     }
     (void)pthread_mutex_lock(&comm->lock);
-    if (!is_alive(comm)) return refuse_dead(comm, what, error);
+    if (!is_alive(comm)) return fail_aborted(comm, what, error);
     int state = TX_NCCL_IN_PROGRESS;
     const int asked = comm->library->call.ncclCommGetAsyncError(*used_for(comm, which), &state);
     result = asked != TX_NCCL_SUCCESS ? asked : state;
@@ -107,8 +107,9 @@ static tx_status settle(tx_nccl_comm *comm, int which, int result, const char *w
 
 tx_status tx_nccl_run(tx_nccl_comm *comm, int which, tx_nccl_step step, void *arg, const char *what, tx_error *error) {
   (void)pthread_mutex_lock(&comm->lock);
-  const tx_status status = is_alive(comm) ? settle(comm, which, step(comm, *used_for(comm, which), arg), what, error)
-                                          : refuse_dead(comm, what, error);
+  const tx_status status = is_alive(comm)
+                               ? poll_until_done(comm, which, step(comm, *used_for(comm, which), arg), what, error)
+                               : fail_aborted(comm, what, error);
   (void)pthread_mutex_unlock(&comm->lock);
   return status;
 }
@@ -152,8 +153,8 @@ tx_status tx_nccl_comm_new(const tx_nccl_comm_args *args, tx_nccl_comm **comm, t
   (void)pthread_mutex_lock(&made->lock);
   tx_status status = TX_OK;
   for (int i = 0; i < made->n_comms && status == TX_OK; i++)
-    status =
-        settle(made, i, begin(made, i, args), i ? "making the gathers' communicator" : "making a communicator", error);
+    status = poll_until_done(made, i, begin(made, i, args),
+                             i ? "making the gathers' communicator" : "making a communicator", error);
   (void)pthread_mutex_unlock(&made->lock);
   if (status != TX_OK) {
     tx_nccl_comm_free(made);
@@ -181,7 +182,7 @@ void tx_nccl_comm_free(tx_nccl_comm *comm) {
 void tx_nccl_comm_abort(tx_nccl_comm *comm, const char *why) {
   if (!comm) return;
   (void)pthread_mutex_lock(&comm->lock);
-  kill_comm(comm, why ? why : "no reason given");
+  abort_all(comm, why ? why : "no reason given");
   (void)pthread_mutex_unlock(&comm->lock);
 }
 

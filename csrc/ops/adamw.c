@@ -36,7 +36,7 @@ static tx_status step_all(tx_step *step, const tx_work_room *room, const tx_para
   const tx_adamw_args *args = step->args;
   const tx_weights_and_masters beside = weights_and_masters_of(args);
   if (args->on_external_write == TX_EXTERNAL_RESYNC)
-    TX_FORWARD(tx_notice_external(&beside, &step->resynced, room, parallel, error));
+    TX_FORWARD(tx_handle_external_writes(&beside, &step->resynced, room, parallel, error));
   const tx_parallel_work work = {.n = args->n,
                                  .tensors = args->params,
                                  .piece = step_piece,
@@ -53,7 +53,7 @@ static tx_status step_all(tx_step *step, const tx_work_room *room, const tx_para
 tx_status tx_adamw(const tx_adamw_args *args, const tx_parallel *parallel, tx_error *error) {
   TX_FORWARD(tx_check_parallel(parallel, error));
   TX_FORWARD(tx_check_adamw(args, 1, error));
-  const size_t notice_bytes = tx_notice_bytes(args->n), step_bytes = sizeof(tx_step_local);
+  const size_t notice_bytes = tx_external_writes_bytes(args->n), step_bytes = sizeof(tx_step_local);
   const size_t local_bytes = args->checksums && notice_bytes > step_bytes ? notice_bytes : step_bytes;
   tx_work_room room; /* allocated now, so that nothing fails for lack of memory once something is written */
   TX_FORWARD(tx_work_room_make(&room, args->n, args->params, tx_step_alignment(args), tx_threads_of(parallel),
@@ -63,7 +63,7 @@ tx_status tx_adamw(const tx_adamw_args *args, const tx_parallel *parallel, tx_er
   if (args->on_external_write == TX_EXTERNAL_CHECK) {
     int64_t none = 0;
     const tx_weights_and_masters beside = weights_and_masters_of(args);
-    status = tx_notice_external(&beside, &none, &room, parallel, error);
+    status = tx_handle_external_writes(&beside, &none, &room, parallel, error);
   } else if (tx_step_begin(args, &step)) {
     step.stream_store = weights_of(args) > TX_STEP_CACHED;
     status = step_all(&step, &room, parallel, error);

@@ -15,7 +15,7 @@ typedef struct pack_context {
 } pack_context;
 
 /* The first gradient that ends after `position`; n if there is none. */
-static int64_t first_behind(const tx_bucket_pack_args *a, int64_t position) {
+static int64_t first_after(const tx_bucket_pack_args *a, int64_t position) {
   int64_t low = 0, high = a->n;
   while (low < high) {
     const int64_t middle = low + (high - low) / 2;
@@ -48,7 +48,7 @@ static void pack_piece(void *ctx, void *local, int64_t tensor, int64_t begin, in
   const int32_t rounding = tx_form_is_scaled(c->form) ? a->rounding : TX_NEAREST;
   const int64_t end = begin + count;
   int64_t at = begin;
-  for (int64_t i = first_behind(a, begin); at < end; i++) {
+  for (int64_t i = first_after(a, begin); at < end; i++) {
     const int64_t gap_end = i < a->n && a->offsets[i] < end ? a->offsets[i] : end;
     if (at < gap_end) zero_gap(c, at, gap_end);
     at = at < gap_end ? gap_end : at;

@@ -49,19 +49,19 @@ static void pass_merge(void *ctx, const void *local) {
 #define ALONE ((int64_t)1 << 20)
 
 /* Runs a pass over the tensors with masters of p->master. looked_at: workspace of n tensors. */
-static tx_status run_pass(const pass *p, tx_tensor *looked_at, const tx_parallel *parallel, tx_error *error) {
+static tx_status run_pass(const pass *p, tx_tensor *selected_tensors, const tx_parallel *parallel, tx_error *error) {
   int64_t total = 0;
   for (int64_t i = 0; i < p->n; i++) {
-    looked_at[i] = has(p->checksums, p->masters, i, p->master) ? p->params[i] : tx_none();
-    total += looked_at[i].numel;
+    selected_tensors[i] = has(p->checksums, p->masters, i, p->master) ? p->params[i] : tx_none();
+    total += selected_tensors[i].numel;
   }
   if (total == 0) return TX_OK;
   pass context = *p;
   const tx_parallel_work work = {.n = p->n,
-                                 .tensors = looked_at,
+                                 .tensors = selected_tensors,
                                  .piece = pass_piece,
                                  .merge = pass_merge,
-                                 .local_bytes = tx_notice_bytes(p->n),
+                                 .local_bytes = tx_external_writes_bytes(p->n),
                                  .alignment = TX_SAMPLED,
                                  .ctx = &context,
                                  .room = *p->room};
@@ -121,8 +121,8 @@ static void mark_moved(const tx_weights_and_masters *args, int64_t i) {
     memcpy((char *)moved.data + b * (int64_t)sizeof(uint16_t), &(const uint16_t){TX_MOVED_ANYHOW}, sizeof(uint16_t));
 }
 
-tx_status tx_notice_external(const tx_weights_and_masters *args, int64_t *resynced, const tx_work_room *room,
-                             const tx_parallel *parallel, tx_error *error) {
+tx_status tx_handle_external_writes(const tx_weights_and_masters *args, int64_t *resynced, const tx_work_room *room,
+                                    const tx_parallel *parallel, tx_error *error) {
   if (!args->masters || !args->checksums) return TX_OK;
   const int check = args->on_external_write == TX_EXTERNAL_CHECK;
   const pass all = {.kernels = tx_kernels_selected(),
@@ -152,7 +152,8 @@ tx_status tx_master_checksum(int64_t n, const tx_tensor *params, const tx_tensor
   TX_FORWARD(tx_check_parallel(parallel, error));
   TX_FORWARD(tx_check_master_checksum(n, params, masters, checksums, mode, stale, error));
   tx_work_room room;
-  TX_FORWARD(tx_work_room_make(&room, n, params, TX_SAMPLED, tx_threads_of(parallel), tx_notice_bytes(n), error));
+  TX_FORWARD(
+      tx_work_room_make(&room, n, params, TX_SAMPLED, tx_threads_of(parallel), tx_external_writes_bytes(n), error));
   const pass all = {.kernels = tx_kernels_selected(),
                     .n = n,
                     .params = params,

@@ -86,7 +86,7 @@ tx_status tx_resync_run(int64_t n, const tx_tensor *params, const tx_tensor *mas
                                  .tensors = masters,
                                  .piece = resync_piece,
                                  .merge = resync_merge,
-                                 .local_bytes = tx_notice_bytes(n),
+                                 .local_bytes = tx_external_writes_bytes(n),
                                  .ctx = &context,
                                  .room = *room};
   return tx_parallel_work_run(&work, parallel, error);

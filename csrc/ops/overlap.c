@@ -11,7 +11,7 @@ typedef struct range {
   int64_t index;
 } range;
 
-static const tx_order kNotNoted = {NULL, 0};
+static const tx_order kNotCached = {NULL, 0};
 
 enum { FEW = 8 }; /* tensors up to which nothing is allocated: enough for tx_compress, and for one cast */
 
@@ -125,7 +125,7 @@ static tx_status check(const tx_span *spans, int64_t n_spans, const tx_tensor *l
   range found[2];
   tx_status status = TX_OK;
   if (find_overlap(memory, collect(spans, n_spans, left_out, 1, memory), order, found) &&
-      find_overlap(memory, collect(spans, n_spans, left_out, 0, memory), &kNotNoted, found)) {
+      find_overlap(memory, collect(spans, n_spans, left_out, 0, memory), &kNotCached, found)) {
     status = tx_fail(error, TX_ERROR_OVERLAP,
                      "%s[%lld] and %s[%lld] share memory; each tensor that is written needs memory of its own",
                      spans[found[0].span].name, (long long)found[0].index, spans[found[1].span].name,
@@ -136,11 +136,11 @@ static tx_status check(const tx_span *spans, int64_t n_spans, const tx_tensor *l
 }
 
 tx_status tx_check_overlap(const tx_span *spans, int64_t n_spans, tx_error *error) {
-  return check(spans, n_spans, NULL, &kNotNoted, error);
+  return check(spans, n_spans, NULL, &kNotCached, error);
 }
 
 tx_status tx_check_overlap_but(const tx_span *spans, int64_t n_spans, const tx_tensor *left_out, tx_error *error) {
-  return check(spans, n_spans, left_out, &kNotNoted, error);
+  return check(spans, n_spans, left_out, &kNotCached, error);
 }
 
 tx_status tx_check_overlap_noted(const tx_span *spans, int64_t n_spans, const tx_order *order, tx_error *error) {

@@ -136,7 +136,7 @@ static tx_status register_all(tx_error *error) {
 }
 
 /* Undoes registrations, so that a later attempt can succeed. */
-static void give_back(TorchLibraryHandle *library) {
+static void delete_library(TorchLibraryHandle *library) {
   if (*library) (void)abi.aoti_torch_delete_library_object(*library);
   *library = NULL;
 }
@@ -151,8 +151,8 @@ tx_status tx_torch_register(tx_error *error) {
     status = register_all(error);
     registered = status == TX_OK;
     for (int k = 0; !registered && k < TX_N_KEYS; k++)
-      give_back(&implementations[k]);
-    if (!registered) give_back(&definitions);
+      delete_library(&implementations[k]);
+    if (!registered) delete_library(&definitions);
   }
   (void)pthread_mutex_unlock(&mutex);
   return status;
