@@ -13,8 +13,8 @@
  * Further public headers:
  *   torch_ext_advanced.h       for authors of training engines: planning, compression, staging, NCCL
  *   torch_ext_cycle.h          for authors of training engines: the gradient protocol during and between backwards
- *   torch_ext_delta.h          deltas of a model's weights, for inference engines and for the trainers that send to
- * them torch_ext_cuda.h           the operators for device memory, in libtorch_ext_cuda.so
+ *   torch_ext_delta.h          deltas of a model's weights, for inference engines and the trainers that send to them
+ *   torch_ext_cuda.h           the operators for device memory, in libtorch_ext_cuda.so
  *
  * Errors. Every function that can fail returns a tx_status and fills a caller-owned tx_error (which may be NULL). The
  * message says what is wrong, where, and what would be legal. A function validates everything before it writes the

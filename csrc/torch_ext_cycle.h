@@ -105,7 +105,7 @@ typedef enum tx_cycle_grad {
 /* What the driver must do with a gradient before it counts in the next sum: bits, to be done in their order. */
 typedef enum tx_cycle_prepare {
   TX_PREPARE_COPY = 1,      /* keep a copy: TX_DO_INSTALL restores it if tx_cycle_left says so */
-  TX_PREPARE_MULTIPLY = 2,  /* an earlier mean: by gradient_divide_factor on rank 0, by 0 on all others */
+  TX_PREPARE_MULTIPLY = 2,  /* multiply an earlier mean by gradient_divide_factor on rank 0, by 0 on others */
   TX_PREPARE_ZERO = 4,      /* zero the bucket's range: there is no gradient */
   TX_PREPARE_SET_ASIDE = 8, /* set aside this rank's part of an earlier sum, to add the next one to; zero the rest */
   TX_PREPARE_FORGET = 16,   /* discard what was set aside */

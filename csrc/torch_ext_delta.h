@@ -282,11 +282,14 @@ typedef enum tx_delta_verify {
  * During the call it takes 6 bytes per weight that changes, but at most a quarter of the receiver's weights (changes
  * that do not fit are decoded twice), and a little per segment and thread.
  *
- * TX_ERROR_INVALID_ARGUMENT  not a message, cut off, damaged, or with fields that contradict each other
- * TX_ERROR_UNAVAILABLE       a format that this library does not know TX_ERROR_BAD_STATE         versions that do not
- * follow the receiver's: lost, repeated, reordered; parts that are missing, given twice, or of other versions
- * TX_ERROR_MISMATCH          another chain, another table of parameters, a part with another history; or weights that
- * are not those of the previous version (written from outside): begin with a full message TX_ERROR_OUT_OF_MEMORY */
+ *   TX_ERROR_INVALID_ARGUMENT  not a message, cut off, damaged, or with fields that contradict each other
+ *   TX_ERROR_UNAVAILABLE       a format that this library does not know
+ *   TX_ERROR_BAD_STATE         versions that do not follow the receiver's: lost, repeated, reordered; parts that are
+ *                              missing, given twice, or of other versions
+ *   TX_ERROR_MISMATCH          another chain, another table of parameters, a part with another history; or weights
+ *                              that are not those of the previous version (written from outside): begin with a full
+ *                              message
+ *   TX_ERROR_OUT_OF_MEMORY */
 TX_API tx_status tx_delta_apply(tx_delta_receiver *receiver, int64_t n, const tx_tensor *messages, int32_t verify,
                                 const tx_parallel *parallel, tx_error *error);
 

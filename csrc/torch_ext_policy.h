@@ -179,7 +179,8 @@ typedef struct tx_origin {
   int32_t source; /* tx_source */
   int32_t cause;  /* tx_policy_key of the field that this value follows, or -1 */
 } tx_origin;
-/* "default", "config", "dtype", "preset", "follows", "override", "hook"; "unknown source" for a number that is none. */
+/* The name of a source: "default", "config", "dtype", "preset", "follows", "override", "hook"; "unknown source" for a
+ * number that is none. */
 TX_API const char *tx_source_name(tx_source source);
 
 /* clang-format off */

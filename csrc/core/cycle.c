@@ -279,8 +279,8 @@ void tx_cycle_died(tx_cycle *c, const uint8_t *modified) {
   c->current.kind = TX_DO_NOTHING;
   if (c->phase == TX_PHASE_RECOVERING) return;
   if (c->phase == TX_PHASE_CLOSING && c->step >= TX_STEP_INSTALL) {
-    /* All sums are complete, and will be installed. A verdict that the other ranks raised, this rank learns before it
-     * steps. */
+    /* All sums are complete, and will be installed. If the other ranks raised a verdict, this rank learns of it before
+     * it steps. */
     if (c->verdict[0]) tx_cycle_notice_partly_stepped(c);
     c->verdict[0] = '\0';
     return;

@@ -8,17 +8,15 @@
  * other ranks while they occupy SMs. So two communicators could wait for each other forever: one rank runs the kernel
  * of one of them, another rank that of the other, and neither has room for both. That cannot happen here:
  *
- * - Both are issued by one thread, in an order that is the same on all ranks, and recorded as one sequence: a
- * difference in
- *   order is reported. What an operation waits for on the device was queued before it, on every rank. So the first
- *   operation that is not done can run on all ranks, even where a device has a single queue for all streams
- *   (CUDA_DEVICE_MAX_CONNECTIONS=1).
- * - There is room: the kernels of each communicator use at most a quarter of the device's SMs (max_ctas). NCCL 2.26 and
- *   newer with NCCL_LAUNCH_ORDER_IMPLICIT=1 would start kernels in the order of issue and would not need that, but it
- *   is an
- *   environment variable, which is for the user to set, and is not needed here.
- * - Both are created before either is used, since creating one allocates device memory, which may wait for kernels. -
- * Both are aborted in one group: an abort waits for kernels of the device, which may be the other communicator's.
+ *   - Both are issued by one thread, in an order that is the same on all ranks, and recorded as one sequence: a
+ *     difference in order is reported. What an operation waits for on the device was queued before it, on every rank.
+ *     So the first operation that is not done can run on all ranks, even where a device has a single queue for all
+ *     streams (CUDA_DEVICE_MAX_CONNECTIONS=1).
+ *   - There is room: the kernels of each communicator use at most a quarter of the device's SMs (max_ctas). NCCL 2.26
+ *     and newer with NCCL_LAUNCH_ORDER_IMPLICIT=1 would start kernels in the order of issue and would not need that,
+ *     but it is an environment variable, which is for the user to set, and is not needed here.
+ *   - Both are created before either is used, since creating one allocates device memory, which may wait for kernels.
+ *   - Both are aborted in one group: an abort waits for kernels of the device, which may be the other communicator's.
  *
  * The second communicator is created with an id of its own, not by ncclCommSplit: a communicator that shares its
  * parent's resources fails together with it, but is not aborted by it; and one that shares none is the same as this

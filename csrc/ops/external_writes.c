@@ -48,7 +48,7 @@ static void pass_merge(void *ctx, const void *local) {
 /* Below this many elements, waking other threads takes longer than checking their samples. */
 #define ALONE ((int64_t)1 << 20)
 
-/* Runs a pass over the tensors with masters of p->master. looked_at: workspace of n tensors. */
+/* Runs a pass over the tensors with masters of p->master. selected_tensors: workspace of n tensors. */
 static tx_status run_pass(const pass *p, tx_tensor *selected_tensors, const tx_parallel *parallel, tx_error *error) {
   int64_t total = 0;
   for (int64_t i = 0; i < p->n; i++) {
