@@ -188,7 +188,7 @@ TX_API int32_t tx_compresses(int32_t choice, double link_gbps);
  * TX_COALESCE_SMALL.
  *
  * sharded (0 or 1): each rank owns a part of each bucket, not of the message, so that the message needs memory of its
- * own; the limit is then TX_COALESCE_SMALL. compressed (0 or 1): buffer_bytes are compressed bytes, and the limit is
+ * own: at most TX_COALESCE_SMALL then. compressed (0 or 1): buffer_bytes are compressed bytes, and the limit is
  * three tenths of the above. Two messages and what they are expanded into then take about as much memory as buckets
  * that are joined uncompressed (a fifth more with two ranks, which receive one half of the bucket). */
 #define TX_COALESCE_BYTES (INT64_C(8) << 20)

@@ -41,8 +41,8 @@ void tx_cycle_report(tx_cycle *c, int64_t nonfinite, const uint8_t *requires_gra
   if (!c->row->tells_states) return;
   uint8_t *states = report + states_at(c);
   for (int64_t i = 0; i < c->args.n_params; i++) {
-    /* A gradient of a planned bucket may have been ready before its parameter was frozen. FSDP2's and DDP's reductions
-     * leave out frozen parameters. */
+    /* A gradient of a planned bucket may have been ready before its parameter was frozen. torch itself reduces no
+     * gradients of frozen parameters. */
     const int frozen = !requires_grad[i] && (!c->row->given || !c->state[i]);
     states[i] = (uint8_t)(c->state[i] | (frozen ? TX_STATE_FROZEN : 0));
   }
