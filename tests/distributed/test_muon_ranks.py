@@ -3,6 +3,7 @@ bits of one process."""
 
 import contextlib
 import pathlib
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -173,6 +174,23 @@ def _no_memory(rank: int, strategy: str) -> str:
         return _refused(*_made(strategy), _ones(), keeps="p1")
 
 
+def _two_reasons(rank: int, strategy: str) -> dict[str, str]:
+    """For pairs of matrices: in one step the products of the first are not finite, and the owner of the second raises.
+    Returns the message by "first second"."""
+
+    def broken(first: int, second: int) -> str:
+        def breaks(task: Any) -> None:
+            if task.x.shape == SHAPES[first]:
+                task.x.fill_(torch.nan)
+            elif task.x.shape == SHAPES[second]:
+                raise RuntimeError("no memory is left")
+
+        with before_products(breaks):
+            return _refused(*_made(strategy), _ones(), keeps=f"p{first}")
+
+    return {f"p{first} p{second}": broken(first, second) for first, second in combinations(range(3), 2)}
+
+
 def _same_shapes(rank: int, strategy: str) -> str:
     """Each rank gives another one of two equal matrices to AdamW."""
     model: Any = Given([(16, 16), (16, 16)], FP32)
@@ -220,7 +238,7 @@ def _followed(rank: int, strategy: str) -> list[Any]:
 
 _BODIES = (
     *(_bytes, _measured, _differing, _same_shapes, _nonfinite, _products, _expert, _goes_on, _no_memory),
-    *(_in_backward, _followed),
+    *(_two_reasons, _in_backward, _followed),
 )
 
 
@@ -261,6 +279,16 @@ def test_a_gradient_that_is_not_finite_is_named_on_every_rank(answers: Any) -> N
 def test_products_that_are_not_finite_are_named_on_every_rank(answers: Any) -> None:
     for message in answers[1][_products]:
         assert "p1" in message and "products of its Newton-Schulz iteration are not finite" in message
+
+
+def test_each_failure_is_reported_with_its_own_reason(answers: Any) -> None:
+    """The rank that raised reports its own error; the others the first parameter that failed, with why that one did."""
+    by_rank = answers[1][_two_reasons]
+    for pair in by_rank[0]:
+        not_finite, raised = pair.split()
+        own, other = sorted((messages[pair] for messages in by_rank), key=lambda m: "no memory is left" not in m)
+        assert raised in own and "no memory is left" in own
+        assert not_finite in other and "products of its Newton-Schulz iteration are not finite" in other
 
 
 def test_training_goes_on_with_the_same_weights_everywhere_where_products_were_not_finite(answers: Any) -> None:
