@@ -1,4 +1,5 @@
-"""Checkpoints at rest in one file: every bit comes back, in few bytes, and damage is named."""
+"""Checkpoints in the compressed form states="at_rest", in one file: every bit comes back, the file is small, and damage
+is named."""
 
 import pathlib
 import random
@@ -35,6 +36,8 @@ def resumed(name: str, saved: Any) -> torch_ext.AdamW:
 
 
 def same(a: Any, b: Any) -> bool:
+    """Whether two objects are equal to the bit, with equal dtypes, shapes and strides; encoded tensors are decoded
+    first."""
     if isinstance(a, torch.Tensor):
         a, b = (t.decoded() if hasattr(t, "decoded") else t for t in (a, b))
         return a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride() and _bits(a) == _bits(b)
@@ -68,7 +71,8 @@ def test_a_resume_has_the_bits_of_none(name: str, compress: bool, tmp_path: path
 
 
 def test_masters_that_somebody_wrote_beside_come_back(tmp_path: pathlib.Path) -> None:
-    """Some that do not round to their weights, NaN, the ties, and all of them."""
+    """fp32 masters that are not determined by their weights and 16 bits: they do not round to their weights. Some are
+    NaN or ties; in the last case no master rounds to its weight."""
     weight = torch.randn(4096, generator=torch.Generator().manual_seed(0)).bfloat16()
     master = weight.float()
     master.view(torch.int32)[:2048] += torch.randint(-(2**15) + 1, 2**15, (2048,), dtype=torch.int32)
@@ -141,7 +145,8 @@ def test_damage_is_never_silent(states: str, compress: bool, tmp_path: pathlib.P
 
 
 def test_momentum_in_another_8_bit_format_is_read(tmp_path: pathlib.Path) -> None:
-    """Files say in which format their codes are: e4m3, as exp_avg's, in the place of Muon's e3m4."""
+    """A file says which 8-bit format its codes have. Here the codes are e4m3 (exp_avg's format) and Muon's momentum is
+    e3m4, so it must convert."""
     weights = [torch.nn.Parameter(torch.randn(64, 48).bfloat16()) for _ in range(2)]
     adamw = torch_ext.AdamW(weights[:1], states="8bit")
     muon = torch_ext.Muon(weights[1:], states="8bit", ns_dtype=torch.float32)

@@ -1,4 +1,5 @@
-"""Files: torch_ext.save replaces them whole, torch_ext.load and load_state_dict say what is wrong with them."""
+"""Checkpoint files: torch_ext.save replaces a file as a whole or not at all, and torch_ext.load says what is wrong with
+a file."""
 
 import concurrent.futures
 import contextlib
@@ -98,7 +99,7 @@ def test_what_a_killed_save_left_goes_with_the_next_one(tmp_path: pathlib.Path) 
 
 
 class Kills:
-    """The process that pickles it."""
+    """Kills the process that pickles it."""
 
     def __reduce__(self) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -106,8 +107,9 @@ class Kills:
 
 
 def _record_before_its_begin(data: bytes) -> bytes:
-    """The archive's end says that its directory begins further on, so that all records would begin further back."""
-    at = data.rindex(b"PK\6\6") + 48  # where it begins
+    """Changes the archive's end to say that its directory begins later; all records would then begin 4096 bytes too
+    early."""
+    at = data.rindex(b"PK\6\6") + 48  # where the directory's offset is stored
     return data[:at] + struct.pack("<Q", struct.unpack_from("<Q", data, at)[0] + 4096) + data[at + 8 :]
 
 
@@ -149,7 +151,7 @@ def test_files_that_are_no_whole_checkpoint_are_refused_by_name(how: str, tmp_pa
 
 
 class _Own:
-    """An object of somebody's class."""
+    """An object of a class that torch.load does not allow."""
 
 
 @pytest.mark.parametrize("states", ["logical", "at_rest"])
@@ -209,7 +211,7 @@ def test_a_file_keeps_its_mode_and_attributes(tmp_path: pathlib.Path) -> None:
     for mode in (0o600, 0o640, 0o666, 0o755):
         path.write_text("former")
         path.chmod(mode)
-        with contextlib.suppress(OSError):  # not every file system has them
+        with contextlib.suppress(OSError):  # not every file system has user attributes
             os.setxattr(path, "user.run", b"7")
         kept = {name: os.getxattr(path, name) for name in os.listxattr(path)}
         torch_ext.save(mode, path)
@@ -284,14 +286,15 @@ def test_a_path_that_cannot_be_written_to_is_refused_before_anything_is_written(
     before = sorted(tmp_path.rglob("*"))
     for name, kind in refused.items():
         with pytest.raises(kind, match=name.split("/")[0]):
-            torch_ext.save(Unpicklable(), tmp_path / name)  # which would say that no space is left
+            torch_ext.save(Unpicklable(), tmp_path / name)  # raises "no space left" if it is pickled
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def in_a_fork(body: Callable[[], Any]) -> int:
-    """Its exit status, or minus the signal that ended it; 1 of an error."""
+    """Runs `body` in a forked process; returns its exit status, or minus the signal that ended it. An exception gives
+    1."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # that there are threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # the warning that the process has threads
         child = os.fork()
     if child == 0:
         try:
@@ -302,7 +305,7 @@ def in_a_fork(body: Callable[[], Any]) -> int:
 
 
 def drop_capabilities() -> None:
-    """From here on root may write to what a file's mode lets its owner, and no more (capset(2): no bits)."""
+    """Drops root's capabilities, so that file modes apply to root too (capset(2): no bits)."""
     header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     assert ctypes.CDLL(None, use_errno=True).capset(header, sets) == 0, os.strerror(ctypes.get_errno())
 
@@ -340,7 +343,7 @@ def test_what_is_no_file_is_written_to_as_torch_does(tmp_path: pathlib.Path) -> 
     "name", ["x" * 255, "ä" * 127, "x" * 230, "a.b", "a"], ids=["255", "127 of two", "230", "a.b", "a"]
 )
 def test_names_as_long_as_they_may_be(name: str, tmp_path: pathlib.Path) -> None:
-    """And what a killed save left goes only with one of the same name."""
+    """Also: what a killed save left behind is only removed by a save to the same name."""
     path = tmp_path / name
     others = [tmp_path / other for other in ("a", "a.b", "y" * 255) if other != name]
     for other in others:
