@@ -258,13 +258,13 @@ def test_steps_of_a_parameter_are_those_in_which_it_has_a_gradient(every: int) -
     options: dict[str, Any] = {"lr": 0.1, "ema_decay": 0.5, "ema_every": every, "ema_dtype": F32}
     together = torch_ext.AdamW(params, **options)
     for at in range(7):
-        for p, has_grad in zip(params, gradients, strict=True):
-            p.grad = torch.full((5,), 1.0 + at) if has_grad[at] else None
+        for p, those in zip(params, gradients, strict=True):
+            p.grad = torch.full((5,), 1.0 + at) if those[at] else None
         together.step()
-    for i, has_grad in enumerate(gradients):
+    for i, those in enumerate(gradients):
         p = torch.nn.Parameter(torch.ones(5))
         alone = torch_ext.AdamW([p], **options)
-        for at in (at for at in range(7) if has_grad[at]):
+        for at in (at for at in range(7) if those[at]):
             p.grad = torch.full((5,), 1.0 + at)
             alone.step()
         assert torch.equal(together.ema_state_dict()[i], alone.ema_state_dict()[0])

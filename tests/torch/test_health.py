@@ -1,4 +1,5 @@
-"""What a step says of itself when it is asked: numbers, table, warnings; and that others are as they were."""
+"""Optimizer.measure_health() and health(): the numbers, the table and the warnings of one step; and that other steps
+are not affected."""
 
 import copy
 import re
@@ -160,7 +161,7 @@ def test_nothing_measured_is_an_error_that_says_what_to_do() -> None:
         optimizer.health()
 
 
-# -- where it meets something else -------------------------------------------------------------------------------------
+# -- together with other features --------------------------------------------------------------------------------------
 
 
 def _elements(optimizer: torch_ext.AdamW) -> dict[str, int]:
@@ -170,7 +171,8 @@ def _elements(optimizer: torch_ext.AdamW) -> dict[str, int]:
 @pytest.mark.parametrize("numel", [1, 5, 130, 1024, 1025, 3000])
 @pytest.mark.parametrize("states", ["bf16", "bf16_remainder", "8bit"])
 def test_what_others_wrote_is_no_update(states: Any, numel: int) -> None:
-    """Remainders of a block that was written to are dropped before the step, of a tail, too."""
+    """The remainders of a block that was written externally are dropped before the step, also in an incomplete last
+    block; the write must not count as an update."""
     torch.manual_seed(0)
     p = torch.nn.Parameter(torch.randn(numel).to(BF16))
     optimizer = torch_ext.AdamW([("p", p)], lr=1e-5, states=states)

@@ -1,4 +1,4 @@
-"""Who holds an object: running code, or frames of tracebacks that somebody keeps."""
+"""in_use(): whether an object is still held by running code, or only by frames of tracebacks that have been kept."""
 
 import functools
 import threading
@@ -12,7 +12,7 @@ from torch_ext.parallel.in_use import in_use
 
 
 class Thing:
-    """Like an optimizer: it holds itself, through what others put into it."""
+    """Like an optimizer, which is part of reference cycles."""
 
     def __init__(self) -> None:
         self.own = [self]
@@ -31,7 +31,8 @@ def _let_go() -> Iterator[None]:
 
 
 def _failed(thing: Thing, *, keep: Callable[[BaseException], object]) -> None:
-    """The error's frames hold the thing, as variables of several functions."""
+    """Raises and catches an error whose traceback's frames hold the thing, as variables of several functions; gives the
+    error to `keep`."""
     also = {"thing": thing}
     try:
         also["thing"].raises()
