@@ -300,7 +300,7 @@ class StandIn:
         devices share: the latter would look for a real GPU further down."""
         self._fallback = torch.library.Library("_", "IMPL")
         self._fallback.fallback(self._on_the_cpu, "CUDA")
-        # These are composed of other operators, or return views.
+        # Not registered: these are composed of other operators, or return views.
         kept = {"aten::detach", "aten::alias", "aten::_to_copy", "aten::lift_fresh"}
         shared = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
         has = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -322,6 +322,7 @@ class StandIn:
         kinds = set()
 
         def down(a: Any) -> Any:
+            """Returns a CPU tensor for one on the stand-in, and the CPU for its device."""
             nonlocal device
             if isinstance(a, torch.device):
                 device = a
@@ -336,6 +337,7 @@ class StandIn:
             return a
 
         def up(result: Any) -> Any:
+            """Returns the stand-in's tensor for a result: the argument itself if the operator returned it."""
             if not isinstance(result, torch.Tensor) or (device is not None and device.type == "cpu"):
                 return result
             if id(result) in twins:

@@ -39,7 +39,7 @@ class Interrupt:
             self.handler()
 
     def handler(self) -> None:
-        """The signal's handler; tests replace it."""
+        """The signal's handler; subclasses override it."""
         raise KeyboardInterrupt
 
     def __enter__(self) -> "Interrupt":
@@ -129,7 +129,7 @@ class Training:
         return weights | grads | entries | {"groups": str(state["param_groups"])}
 
     def go_on(self) -> dict[Any, Any]:
-        """Returns what training reaches that continues from here, and asserts that an engine follows it."""
+        """Continues training and returns what it reaches. Asserts that an engine, if there is one, follows it."""
         torch_ext.onload(self.model, self.optimizer)
         if self.publisher is not None and self.publisher.version > self.subscriber.version:
             self.subscriber.apply([self.publisher.full()])  # the interrupted delta never arrived
@@ -202,7 +202,8 @@ CALLS = {
     "load_state_dict": Call(
         _saved,
         lambda t: t.optimizer.load_state_dict(t.saved),
-        lambda kind: kind.options.get("on_external_write") != "error",  # no model is loaded here
+        # Only the optimizer is loaded: weights do not fit its masters.
+        lambda kind: kind.options.get("on_external_write") != "error",
     ),
     "add_param_group": Call(_late, lambda t: t.optimizer.add_param_group({"params": [("late", t.late)]})),
     "a copy": Call(_written, lambda t: copy.deepcopy(t.optimizer)),

@@ -63,6 +63,8 @@ def adamw(
     requires_grad: bool = False,
     extras: bool = False,
 ) -> list[Any]:
+    """Returns the arguments of adamw_. Moments and masters are zeros or follow from the weights. extras: also passes
+    lrs, meta, grad_scale, clip_coef, found_inf and skipped."""
     exp_avg = exp_avg or (F32 if param is F32 else BF16)
     exp_avg_sq = exp_avg_sq or exp_avg
     params = randoms(numels, param, 1)
@@ -111,9 +113,9 @@ def checksums_of(params: list[torch.Tensor], masters: list[torch.Tensor]) -> lis
 
 
 def adamw_flat(external: int = 0, leaves: bool = False, **options: Any) -> list[Any]:
-    """Returns the arguments of adamw(**options) for adamw_flat_, where all states of a kind share one tensor. That
+    """Returns the arguments of adamw_flat_ for the call adamw(**options), with all states of a kind in one tensor. That
     tensor's first element belongs to no parameter. external: on_external_write; if not 0, checksums are passed too.
-    leaves: also passes the states changed, moved and distances."""
+    leaves: also passes changed, moved and distances."""
     params, grads, *kinds_and_rest = adamw(**options)
     kinds, rest = kinds_and_rest[:5], kinds_and_rest[5:]
     if external:
@@ -286,6 +288,7 @@ def muon_update(
     external: int = 0,
     extras: bool = False,  # all but healths, which must be aligned
 ) -> list[Any]:
+    """Returns the arguments of muon_update_. external: on_external_write; if not 0, checksums are passed too."""
     numels = (5, 130, 0, 1, 1030)
     params, parts = randoms(numels, param, 1), parts_of(numels)
     masters = []

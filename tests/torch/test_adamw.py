@@ -53,8 +53,8 @@ HYPER = {
 
 
 def error_in_ulps(params: list[nn.Parameter], run: Exact) -> float:
-    """Returns the largest error in ulps of max(|p|, 1/8). Below 1/8 the error of an update exceeds an ulp of p,
-    although p is rounded correctly."""
+    """Returns the largest error in ulps of max(|p|, 1/8). For a smaller p, the error of the update itself may exceed an
+    ulp of p, and that is not an error in rounding p."""
     pairs = [(p.detach().double(), each.p) for p, each in zip(params, run.exact, strict=True) if p.numel()]
     return max(((p - e).abs() / oracle.ulp(e.abs().clamp_min(0.125), torch.float32)).max().item() for p, e in pairs)
 
@@ -408,6 +408,8 @@ def test_thresholds_are_seeded_by_name_whatever_wraps_the_model() -> None:
 
 
 def test_rounding_is_what_was_asked_for() -> None:
+    """Each rounding that can be asked for gives other bits, and the default is dithered."""
+
     def run(**asked: str) -> list[dict[str, bytes]]:
         optimizer = torch_ext.AdamW(params_of("no master"), lr=1e-2, policy=policy_of("no master"), **asked)
         train(optimizer, range(3))

@@ -27,6 +27,7 @@ def checkpoint_of(optimizer: torch_ext.AdamW) -> dict[str, Any]:
 
 
 def resumed(name: str, saved: Any) -> torch_ext.AdamW:
+    """Returns a new optimizer that has loaded the checkpoint and its weights."""
     optimizer = optimizer_of(name, seed=1)
     with torch.no_grad():
         for p, weight in zip(optimizer.param_groups[0]["params"], saved["model"].values(), strict=True):

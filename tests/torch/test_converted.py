@@ -390,6 +390,7 @@ class Program:
         return None
 
     def step(self) -> None:
+        """Takes a step, and compares it with the twin's if it is legal."""
         self.steps += 1
         set_grads(self.model.parameters(), self.steps)
         fresh = self.twin() if self.fits else None
@@ -416,6 +417,7 @@ class Program:
         self.model.to(self.random.choice(DTYPES))
 
     def assign(self) -> None:
+        """Gives a weight other data: transposed, reshaped, converted or scaled."""
         p = self.random.choice([self.model.square, self.model.wide])
         changes: list[Callable[[Tensor], Tensor]] = [
             lambda t: t.t() if t.dim() == 2 else t,
@@ -445,6 +447,7 @@ class Program:
             self.saved = (copy.deepcopy(saved), self.forms)
 
     def load(self) -> None:
+        """Loads a saved state. It must raise if the weights have other shapes now."""
         if self.saved is None:
             return
         saved, forms = self.saved

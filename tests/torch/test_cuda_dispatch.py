@@ -115,13 +115,13 @@ print(json.dumps(found))
 
 ALL = [s.id for s in operator_samples.DISPATCHED]
 EMPTY = ("no_tensors", "nothing")  # samples without elements: their tensors are on no device
-WORKING = [
+NEEDS_WORKSPACE = [
     "adamw_flat_-only_a_check",
     "master_checksum_-checked",
     "master_checksum_-renewed",
     "muon_update_-bfloat16_with_masters",
-    # Samples that need a workspace: those that compare fp32 masters with their weights before they write. (AdamW's step
-    # with resync compares on its way.)
+    # Samples that get a workspace (tx_cuda_workspace): AdamW steps that only check, and fp32 masters with checksums in
+    # master_checksum_ and in muon_update_ that resyncs.
 ]
 
 
@@ -142,7 +142,7 @@ def test_a_call_with_tensors_on_a_gpu_reaches_the_library_with_all_its_arguments
 @pytest.mark.parametrize("sample", ALL)
 def test_only_calls_that_look_at_samples_get_a_workspace(sample: str, found: dict[str, Any]) -> None:
     for *_, workspace, bytes_, _guards in found["samples"][sample][2]:
-        assert (workspace != 0, bytes_ > 0) == (sample in WORKING,) * 2
+        assert (workspace != 0, bytes_ > 0) == (sample in NEEDS_WORKSPACE,) * 2
 
 
 def test_torch_itself_makes_the_device_current_for_each_call(found: dict[str, Any]) -> None:

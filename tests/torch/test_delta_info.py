@@ -48,6 +48,7 @@ def test_names_that_look_like_shapes() -> None:
 
 
 def test_of_any_bytes() -> None:
+    """Damaged, truncated and foreign bytes raise; delta_info never returns wrong facts."""
     trainer, deltas = _versions(1)
     draw = random.Random(3)
     for good in (deltas[0], trainer.publisher.full()):

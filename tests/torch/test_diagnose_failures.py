@@ -197,7 +197,7 @@ def test_masters_that_a_load_rounded() -> None:
     model = model_of(BF16)
     optimizer = theirs.FusedAdam(model.parameters(), lr=1e-4, master_weights=True)
     train(model, optimizer)
-    # Torch.optim.Optimizer's: casts every state to the parameter's dtype.
+    # The method of torch.optim.Optimizer casts every state to the parameter's dtype.
     optimizer.load_state_dict(optimizer.state_dict())
     assert optimizer.state[model[0].weight]["master_param"].dtype == BF16
     said = {f.message.split(":")[0] for f in torch_ext.diagnose(model, optimizer).of("upcast_missing")}

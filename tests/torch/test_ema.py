@@ -35,6 +35,7 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) ->
 
 
 def bits_equal(a: dict[Any, Any], b: dict[Any, Any]) -> bool:
+    """Whether the mappings have the same keys and equal tensors."""
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 

@@ -293,6 +293,7 @@ def test_D7_a_counter_is_enough_for_one_element() -> None:
 
 
 def test_D7_only_the_block_that_was_written_loses_its_remainders() -> None:
+    """A block of remainders has 1024 elements; the others keep theirs."""
     written, plain = (made("bf16_remainder") for _ in range(2))
     written[0].weights[0].data.view(-1)[5000] += 1
     for _, optimizer in (written, plain):
@@ -330,6 +331,7 @@ def swapped(model: Model, optimizer: torch_ext.AdamW) -> None:
 
 
 def swapped_memory(model: Model, optimizer: torch_ext.AdamW) -> None:
+    """Swaps in other tensors through `.data`, and the originals out again."""
     own = [p.data for p in model.parameters()]
     for p, value in zip(model.parameters(), others(model), strict=True):
         p.data = value
@@ -527,6 +529,8 @@ def test_opened_masters_are_the_parameters_and_their_weights_follow(name: str) -
 @pytest.mark.parametrize("how", ["read", "the mapping", "p.data =", "an exception"])
 @pytest.mark.parametrize("name", ["bf16", "bf16_remainder", "no master", "fp32"])
 def test_opened_masters(name: str, how: str) -> None:
+    """What is written to opened masters, in whichever way, is kept. Reading them, or an exception inside, changes
+    nothing."""
     (model, optimizer), (_, plain) = made(name), made(name)
     try:
         with optimizer.master_weights() as masters:

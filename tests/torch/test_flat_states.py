@@ -204,8 +204,7 @@ def test_state_is_copied_and_pickled_as_torchs() -> None:
         assert all(bits(a[key]) == bits(b[key]) for a, b in pairs for key in b)
 
 
-# -- a small state is pickled without the memory that it shares
-# ----------------------------------------------------------
+# -- a small state is pickled without the memory that it shares --------------------------------------------------------
 
 
 def _through_torch_save(value: Any) -> bytes:

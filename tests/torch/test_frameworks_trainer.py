@@ -190,7 +190,7 @@ def test_averages_are_evaluated_and_saved_and_what_is_resumed_is_the_training(tm
 
 def test_the_best_model_at_the_end_is_the_average_of_the_best_checkpoint(tmp_path: pathlib.Path) -> None:
     settings = {"load_best_model_at_end": True, "metric_for_best_model": "eval_first_loss", "greater_is_better": True}
-    # Greater_is_better makes the checkpoint with the largest loss, the first one, the best.
+    # With greater_is_better, the checkpoint with the largest loss is the best: the first one.
     trainer = averaging(tmp_path, **settings)
     best = pathlib.Path(trainer.state.best_model_checkpoint)
     assert best.name == f"checkpoint-{HALF}"

@@ -63,6 +63,7 @@ def _bits(net: torch.nn.Module) -> list[bytes]:
 def _trained(
     early: bool, kind: Any = torch_ext.AdamW, dtype: torch.dtype = BF16, width: int = SMALL, **options: Any
 ) -> tuple[Any, Any]:
+    """Returns a model and its optimizer after five steps. early: the optimizer steps in backward."""
     net = _net(dtype=dtype, width=width)
     optimizer = kind(_groups(net), lr=0.01, step_in_backward=early, **options)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
@@ -305,6 +306,8 @@ def test_one_parameter_of_two_optimizers() -> None:
 
 
 def _raised() -> tuple[Net, Any]:
+    """Returns a model of four layers and its optimizer after a backward that raised once layers 2 and 3 were
+    stepped."""
     net = _net(width=LARGE)
     optimizer = torch_ext.AdamW(net.named_parameters(), lr=0.01, step_in_backward=True)
     hidden = net.layers[1](net.layers[0](_inputs(0, width=LARGE)))
@@ -346,6 +349,7 @@ def test_a_checkpoint_after_a_backward_that_raised() -> None:
 
 
 def _goes_on(net: Any, optimizer: Any) -> list[bytes]:
+    """Takes three more steps and returns the weights."""
     for step in range(5, 8):
         optimizer.zero_grad()
         net(_inputs(step)).backward()

@@ -83,6 +83,7 @@ def test_only_the_next_step_measures_and_no_bit_is_another() -> None:
 
 
 def _warnings(model: torch.nn.Module, optimizer: torch_ext.AdamW, steps: int = 0) -> str:
+    """Returns the warnings of a measured step, after `steps` others."""
     for _ in range(steps):
         step(model, optimizer)
     optimizer.measure_health()

@@ -29,7 +29,7 @@ class Text(str):
 
 
 # Not numbers, although float() accepts some of them.
-NONE_OF_THEM: dict[str, Any] = {
+NOT_NUMBERS: dict[str, Any] = {
     "text": "1e-3",
     "text that is no number": "fast",
     "no text": "",
@@ -72,6 +72,7 @@ def group(options: dict[str, Any]) -> None:
 
 
 def added(options: dict[str, Any]) -> None:
+    """Adds a group. The optimizer must still work if that raises."""
     optimizer = torch_ext.AdamW([one()])
     try:
         optimizer.add_param_group({"params": [one()]} | options)
@@ -82,6 +83,7 @@ def added(options: dict[str, Any]) -> None:
 
 
 def loaded(options: dict[str, Any]) -> None:
+    """Loads a state with these values. The group must not change if that raises."""
     optimizer = torch_ext.AdamW([one()])
     saved = optimizer.state_dict()
     saved["param_groups"][0] |= options
@@ -118,9 +120,9 @@ PLACES = {
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
 @pytest.mark.parametrize("key", KEYS)
-@pytest.mark.parametrize("value", NONE_OF_THEM)
+@pytest.mark.parametrize("value", NOT_NUMBERS)
 def test_what_is_no_number_is_refused_by_name_and_value(value: str, key: str, place: Any) -> None:
-    given = NONE_OF_THEM[value]
+    given = NOT_NUMBERS[value]
     with pytest.raises(TypeError) as refusal:
         place(KEYS[key](given))
     message = str(refusal.value)
@@ -217,7 +219,7 @@ def test_whatever_torch_refuses_is_refused() -> None:
     key."""
     rng = random.Random(0)
     good = [0.5, 0, 0.0, np.float32(0.25)]
-    bad = [*NONE_OF_THEM.values(), -0.5, math.nan]
+    bad = [*NOT_NUMBERS.values(), -0.5, math.nan]
     refused = 0
     for key, _ in itertools.product(["lr", "eps", "weight_decay", "betas[0]", "betas[1]"], range(40)):
         value = rng.choice(good + bad)

@@ -48,6 +48,8 @@ def _by_traceback() -> "weakref.ref[Thing]":
 
 
 def _by_error_of_a_generator() -> "weakref.ref[Thing]":
+    """The error was raised in a generator, whose frame holds the thing."""
+
     def steps(thing: Thing) -> Iterator[None]:
         yield
         thing.raises()
@@ -63,6 +65,7 @@ def _by_error_of_a_generator() -> "weakref.ref[Thing]":
 
 
 def _by_what_only_frames_hold() -> "weakref.ref[Thing]":
+    """The thing is held by objects that only the traceback's frames hold."""
     thing = Thing()
     scheduler = {"optimizer": [functools.partial(thing.raises)]}
     try:

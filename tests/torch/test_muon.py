@@ -363,6 +363,7 @@ def test_an_algorithm_that_is_changed_between_steps_is_refused(before: Any, afte
 
 
 def trained(dtype: torch.dtype, states: Any, steps: int, params: Any = None) -> tuple[list[nn.Parameter], Any]:
+    """Returns parameters and their optimizer after `steps` steps."""
     params = params or matrices([(40, 30), (30,), (3, 10, 12)], dtype)
     optimizer = torch_ext.Muon(params, lr=0.05, states=states, ns_dtype=F32)
     for step in range(steps):

@@ -50,7 +50,7 @@ OTHERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def test_B4_any_optimizer(name: str) -> None:
     ends = []
     for offloaded in (False, True):
-        model = Net(torch.float32, torch.contiguous_format)  # LBFGS needs dense gradients in this order
+        model = Net(torch.float32, torch.contiguous_format)  # LBFGS flattens gradients by view(-1)
         trainable = [p for p in model.parameters() if p.requires_grad]
         optimizer = OTHERS[name](trainable)
 
@@ -181,8 +181,7 @@ def test_B4_no_write_of_somebody_else_is_suspected() -> None:
             torch_ext.onload(model, optimizer)
 
 
-# -- where the memory is meanwhile
-# --------------------------------------------------------------------------------------
+# -- where the memory is meanwhile -------------------------------------------------------------------------------------
 
 
 def test_B4_memory_is_released() -> None:
@@ -359,8 +358,7 @@ def test_B4_offload_that_fails_has_changed_nothing(where: str, monkeypatch: pyte
     assert everything(model, optimizer) == everything(expected, reference)
 
 
-# -- legal, though unusual
-# ----------------------------------------------------------------------------------------------
+# -- legal, though unusual ---------------------------------------------------------------------------------------------
 
 
 def test_B4_optimizer_missing_or_empty_and_model_without_weights() -> None:

@@ -135,8 +135,7 @@ def test_lr_as_a_tensor_and_groups_of_their_own() -> None:
     assert found[1] == found[0] and found[2] == found[0]
 
 
-# -- values that change between steps: each call on the host must use the current ones
-# ----------------------------------
+# -- values that change between steps: each call on the host must use the current ones ---------------------------------
 
 
 def lr_changes(optimizer: torch_ext.AdamW, step: int) -> None:
@@ -200,8 +199,7 @@ def test_what_changes_between_steps(name: str, change: Callable[[torch_ext.AdamW
     assert found[1] == found[0] and found[2] == found[0]
 
 
-# -- clipping, loss scales, skipped steps, errors
-# -----------------------------------------------------------------------
+# -- clipping, loss scales, skipped steps, errors ----------------------------------------------------------------------
 
 
 def clipped(optimizer: torch_ext.AdamW, step: int) -> None:

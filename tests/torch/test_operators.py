@@ -22,8 +22,7 @@ from torch_ext import AdamW
 ops = torch.ops.torch_ext
 
 
-# -- each argument reaches the library as the right one: results against a few lines of torch
-# -----------------------------
+# -- each argument reaches the library as the right one: results against a few lines of torch --------------------------
 
 
 @pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])
@@ -249,8 +248,7 @@ def test_a_sample_of_a_large_tensor_is_32_of_every_2048() -> None:
             assert int(stale) == int(i % 2048 < 32), i
 
 
-# -- legal, though unusual
-# ----------------------------------------------------------------------------------------------
+# -- legal, though unusual ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sample", samples.SAMPLES, ids=lambda s: s.id)
@@ -500,8 +498,7 @@ def test_pointer_size_is_as_the_stack_reader_assumes() -> None:
     assert ctypes.sizeof(ctypes.c_void_p) == 8
 
 
-# -- which calls bypass torch's dispatcher
-# ------------------------------------------------------------------------------
+# -- which calls bypass torch's dispatcher -----------------------------------------------------------------------------
 
 
 @pytest.fixture

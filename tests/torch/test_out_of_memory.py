@@ -67,7 +67,7 @@ CALLS = [
 ]
 
 # Operators that never allocate.
-FRUGAL = {"grad_norm_", "muon_mirror_"}
+NEVER_ALLOCATES = {"grad_norm_", "muon_mirror_"}
 
 
 def addresses() -> tuple[int, int]:
@@ -140,7 +140,7 @@ def test_a_call_that_gets_no_memory_says_so_and_has_changed_nothing(swept: Any) 
 def test_every_operator_was_refused_memory_wherever_it_asks(swept: Any) -> None:
     _, said = swept
     asked = {key.split("-")[0] for key, each in said.items() if each}
-    assert set(c_api.operators()) - asked == FRUGAL
+    assert set(c_api.operators()) - asked == NEVER_ALLOCATES
     messages = [message for each in said.values() for message in each]
     for room in ("to read 1200 tensors", "for the states of 100 params", "to check 1200 tensors"):
         assert any(f"no memory {room}" in message for message in messages), messages

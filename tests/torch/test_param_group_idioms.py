@@ -193,8 +193,7 @@ def test_what_torch_refuses_is_refused(case: str, way: str) -> None:
         torch_ext.AdamW(REFUSED[case](net()), **WAYS[way])
 
 
-# -- the documentation's idioms other than parameters
-# -------------------------------------------------------------------
+# -- the documentation's idioms other than parameters ------------------------------------------------------------------
 
 
 def adapt_state_dict_ids(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -335,8 +334,7 @@ def stepped(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("way", ["as it was made", "copied", "loaded into itself", "loaded from Adam"])
 def test_a_group_of_adamw_may_have_adams_weight_decay(way: str) -> None:
-    """As torch's. Loading a state does not change the kind of weight decay, nor does it change that of another
-    class."""
+    """As in torch.optim. Loading a state does not change a group's kind of weight decay, not even a state of Adam."""
     found = {}
     for kind, adam in ((torch.optim.AdamW, torch.optim.Adam), (torch_ext.AdamW, torch_ext.Adam)):
         both = [torch.nn.Parameter(torch.ones(5)), torch.nn.Parameter(torch.ones(5))]

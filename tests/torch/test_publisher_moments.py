@@ -60,6 +60,7 @@ def _refused(call: Callable[[], Any]) -> str:
 
 
 def _calls(publisher: torch_ext.WeightPublisher, model: nn.Module, optimizer: Any) -> dict[str, Callable[[], Any]]:
+    """Returns everything that reads weights to publish them, by the name that errors use."""
     return {
         "publish()": publisher.publish,
         "full()": publisher.full,
@@ -110,8 +111,7 @@ def test_between_a_backward_that_steps_and_step() -> None:
     assert publisher.version == 2
 
 
-# -- weights that are swapped for a while
-# -------------------------------------------------------------------------------
+# -- weights that are swapped for a while ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", ["bf16", "fp32", "no master"])
@@ -226,8 +226,7 @@ def test_weights_that_are_offloaded_between_phases(policy: str) -> None:
     following.takes()
 
 
-# -- writes that the step ignores or that leave no trace
-# ------------------------------------------------------------------
+# -- writes that the step ignores or that leave no trace ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -384,6 +383,7 @@ def test_a_forced_resync_tells_of_a_write_that_leaves_remainders_as_they_were() 
 
 @pytest.mark.parametrize("states", ["fp32", "bf16", "bf16_remainder", "8bit"])
 def test_muon(states: Any) -> None:
+    """Every version of an engine that follows Muon has its bits, after several steps and after a silent write."""
     net = Net()
     optimizer = torch_ext.Muon(net, lr=1e-5, states=states)
     following = Following(net, torch_ext.WeightPublisher(net, optimizer))

@@ -22,8 +22,8 @@ DECAY = Decay(elements=8192)
 
 @pytest.fixture(scope="module")
 def dithered() -> dict[str, Track]:
-    """Returns tracks of v, dithered, with beta2 = 0.999, while it follows gradients that have become ten times
-    smaller."""
+    """Returns tracks of dithered v (exp_avg_sq) by format, with beta2 = 0.999: v follows gradients that have become ten
+    times smaller."""
     tracks, _ = follow_moments(DECAY, [(state, "dithered") for state in STEP_ERROR], seed=0)
     return {track.state: track for track in tracks}
 

@@ -33,7 +33,7 @@ def _model(dtype: torch.dtype) -> torch.nn.Module:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 16)).to(dtype)
     with torch.no_grad():
-        # Bf16 numbers near zero are so close together that any update would move the weight.
+        # Not near zero, where bf16 numbers are so close together that any update would move the weight.
         for p in model.parameters():
             p.copy_(torch.where(p.abs() < 0.02, torch.full_like(p, 0.02), p))
     return model

@@ -31,6 +31,7 @@ def model_and_optimizer(dtype: torch.dtype = torch.float16, **options: object) -
 
 
 def backward(model: nn.Module, scaler: torch.amp.GradScaler, step: int, bad: float | None = None) -> None:
+    """Runs a scaled backward; `bad` then overwrites one element of the weight's gradient."""
     weight = model.weight
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step)).to(weight.dtype)
     model.zero_grad()
@@ -151,7 +152,7 @@ def test_G3_clip_of_gradients_that_are_still_scaled_is_refused(dtype: torch.dtyp
     """The norm of scaled gradients is too large by the scale, and the step would divide by the scale once more."""
     model, _ = model_and_optimizer(dtype)
     optimizer: Any = getattr(torch_ext, kind)(model.named_parameters(), lr=0.1)
-    # Torch's scaler then leaves unscaling to the step.
+    # With fused=True torch's scaler leaves unscaling to the step.
     optimizer.defaults["fused"] = None if dtype == torch.float16 else True
     chosen = scaler_of(initial_loss_scale=64.0) if scaler == "policy" else torch.amp.GradScaler("cpu", 64.0)
     backward(model, chosen, 0)

@@ -371,6 +371,7 @@ def test_hooks_of_others_see_logical_state() -> None:
 
 
 def damaged(saved: dict[str, object], how: str) -> dict[str, object]:
+    """Returns a copy of the state dict with one damage."""
     saved = copy.deepcopy(saved)
     entry, group = saved["state"][2], saved["param_groups"][0]
     if how == "no state":

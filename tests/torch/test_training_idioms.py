@@ -98,6 +98,7 @@ def reduce_on_plateau(make: Make) -> list[float]:
 
 @idiom
 def settings_that_change_in_training(make: Make) -> list[float]:
+    """Changes lr, betas, eps and weight decay between steps, one value at a time."""
     model = net()
     optimizer = make(model.parameters(), lr=1e-2)
 

@@ -50,7 +50,7 @@ class Program:
         shapes = [self.random.choice(SHAPES) for _ in range(6)]
         self.ours = [nn.Parameter(torch.randn(shape, generator=generator).to(self.dtype)) for shape in shapes]
         self.theirs = [nn.Parameter(p.detach().double()) for p in self.ours]
-        self.way, self.unsure = [0.0] * 6, [0.0] * 6  # distance moved; how much of the old master a write may have left
+        self.way, self.slack = [0.0] * 6, [0.0] * 6  # distance moved; how much of the old master a write may have left
         self.written = set[int]()  # parameters that were written since the last step
         self.late, self.kind, self.schedules = [4, 5], kind, list[Any]()
         lr: Any = self.random.choice([0.01, torch.tensor(0.003)])
@@ -124,7 +124,7 @@ class Program:
             p.data = value if how == "swap" else p.data
             self.theirs[i].copy_(value)
         self.written.add(i)
-        self.unsure[i] = 0.0 if self.dtype == torch.float32 else 4e-3 * (1 + 0.2 * p.numel() ** 0.5)
+        self.slack[i] = 0.0 if self.dtype == torch.float32 else 4e-3 * (1 + 0.2 * p.numel() ** 0.5)
 
     def freeze(self) -> None:
         i = self.random.randrange(6)
@@ -170,7 +170,7 @@ class Program:
         for at, p in enumerate(all_params):
             i = next(i for i, q in enumerate(self.ours) if q is p)
             found, exact = (p if i in self.written else masters[at]).detach().double(), self.theirs[i].detach()
-            limit = self.share * self.way[i] + self.unsure[i] + 3e-7 * float(exact.norm()) + 1e-6
+            limit = self.share * self.way[i] + self.slack[i] + 3e-7 * float(exact.norm()) + 1e-6
             assert float((found - exact).norm()) <= limit, (i, tuple(p.shape))
             steps = [
                 optimizer.state[q].get("step", 0) for optimizer, q in zip(self.both, (p, self.theirs[i]), strict=True)

@@ -56,6 +56,7 @@ def _fused(named: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _fused_mapping() -> dict[str, Any]:
+    """Returns the mapping of parameters to the tensors of `_fused`."""
     q, k = HEADS * 4, HEADS
     return {
         "q.weight": WeightSlice("qkv", at=slice(0, q)),
@@ -86,6 +87,8 @@ def _sliced(named: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
 
 
 def _sliced_mapping(rank: int) -> dict[str, Any]:
+    """Returns the mapping of parameters to the tensors of `_sliced`."""
+
     def half(size: int) -> slice:
         return slice(rank * size // 2, (rank + 1) * size // 2)
 

@@ -79,6 +79,7 @@ def test_what_a_publisher_keeps(exact: bool, frozen: str) -> None:
         optimizer.step()
 
     def held() -> int:
+        """Returns the bytes of all CPU tensors in this process."""
         gc.collect()
         found = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter) and t.device.type == "cpu"]
         tensors = [t for t in found if t.layout is torch.strided]  # sparse tensors of other tests have no storage
@@ -103,6 +104,7 @@ def test_what_a_parameter_more_costs(states: Any) -> None:
     the last version."""
 
     def calls(layers: int) -> int:
+        """Returns how many Python calls publish() makes for a model of so many layers."""
         model = nn.ModuleList(nn.Linear(3, 5) for _ in range(layers)).to(torch.float32 if states == "fp32" else BF16)
         optimizer = torch_ext.AdamW(model.named_parameters(), lr=1e-2, states=states)
         publisher, engine, found = torch_ext.WeightPublisher(model, optimizer), Engine(model), 0

@@ -81,7 +81,8 @@ class ChainedOptimizer:
 
 
 class HybridDeviceOptimizer(torch.optim.Optimizer):
-    """Megatron-LM's: some parameters are stepped as fp32 copies on the host, by separate optimizers."""
+    """Megatron-LM's: the first `offloaded` parameters are stepped as fp32 copies on the host, by separate
+    optimizers."""
 
     def __init__(self, params: Iterable[Tensor], offloaded: int, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -179,7 +180,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 class MastersInGroups(torch.optim.Optimizer):
-    """apex's FusedAdam(master_weights=True): groups of masters beside the groups."""
+    """apex's FusedAdam(master_weights=True): masters are in groups of their own, param_groups_master."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0})
