@@ -124,6 +124,7 @@ def test_numbers_of_the_cycle_agree_with_the_header(tmp_path: pathlib.Path) -> N
 
 
 def test_what_the_exchange_of_matrices_does_next_is_the_headers() -> None:
+    """The package's enum `Do` has the names and values of the header's tx_muon_do."""
     (body,) = re.findall(r"enum tx_muon_do \{(.*?)\}", (HEADERS / "torch_ext_muon_exchange.h").read_text(), re.DOTALL)
     header = {name: int(number) for name, number in re.findall(r"\bTX_MUON_(\w+) = (\d+)", body)}
     assert header == {"DONE": 0} | {do.name: do.value for do in Do}

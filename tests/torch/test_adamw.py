@@ -228,6 +228,7 @@ def test_D8_parameter_without_a_gradient_is_left_alone(name: str) -> None:
 
 
 def test_D8_who_has_a_gradient_may_change_in_every_step() -> None:
+    """Stepping the parameters that have gradients together gives the bits of stepping each of them alone."""
     together, alone = params_of("bf16"), params_of("bf16")
     one = torch_ext.AdamW(together, lr=1e-2)
     each = torch_ext.AdamW(alone, lr=1e-2)
@@ -342,6 +343,7 @@ def test_tensor_lr_may_change_between_steps(replace: bool) -> None:
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
 def test_copies_go_on_alike_and_on_their_own(name: str, how: object) -> None:
+    """A copy trains to the bits of its original and shares no memory with it."""
     original = torch_ext.AdamW(
         params_of(name), lr=1e-2, policy=policy_of(name), skip_nonfinite=True, on_external_write="error", seed=5
     )
@@ -441,6 +443,7 @@ def test_frozen_parameters_of_any_kind_may_be_in_the_groups() -> None:
 
 
 def test_torch_compile_looks_away_from_the_step() -> None:
+    """torch.compile leaves step() to Python, also in the middle of a compiled function."""
     model = nn.Linear(8, 1)
     optimizer = torch_ext.AdamW(model.parameters(), lr=0.05)
 

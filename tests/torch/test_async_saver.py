@@ -105,6 +105,7 @@ def test_tensors_of_all_kinds_are_what_they_were_at_the_call(states: str, tmp_pa
 
 
 def test_memory_is_taken_once_and_is_what_the_state_takes(tmp_path: pathlib.Path) -> None:
+    """The saver's buffers are allocated once, are no larger than the stored state, and are freed by close()."""
     optimizer = torch_ext.AdamW(params_of("8bit", [(512, 512), (300, 128)]), lr=1e-2, policy=policy_of("8bit"))
     train(optimizer, range(1))
     saver = torch_ext.AsyncSaver(states="at_rest")
@@ -123,6 +124,7 @@ def test_memory_is_taken_once_and_is_what_the_state_takes(tmp_path: pathlib.Path
 
 
 def test_a_relative_path_is_from_where_the_call_was(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working directory changes before the saver's thread runs."""
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     start = threading.Thread.start

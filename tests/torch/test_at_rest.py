@@ -56,6 +56,7 @@ def _bits(t: torch.Tensor) -> bytes:
 @pytest.mark.parametrize("compress", [True, False])
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_resume_has_the_bits_of_none(name: str, compress: bool, tmp_path: pathlib.Path) -> None:
+    """Training that is resumed from a file has the bits of training without interruption."""
     optimizer = optimizer_of(name)
     train(optimizer, range(3))
     path = tmp_path / "checkpoint.pt"
@@ -89,6 +90,7 @@ def test_masters_that_somebody_wrote_beside_come_back(tmp_path: pathlib.Path) ->
 
 
 def test_what_is_no_state_comes_back_as_well(tmp_path: pathlib.Path) -> None:
+    """Tensors of other dtypes, tied tensors, and plain values in the same file."""
     tied = torch.randn(64, 64, dtype=torch.bfloat16)
     obj = {
         "images": torch.randn(2, 3, 8, 9).to(memory_format=torch.channels_last),
@@ -112,6 +114,7 @@ def test_what_is_no_state_comes_back_as_well(tmp_path: pathlib.Path) -> None:
 
 
 def test_words_that_are_none_are_refused(tmp_path: pathlib.Path) -> None:
+    """Values of `states` that do not exist, and a key that the file format reserves."""
     with pytest.raises(ValueError, match="states is 'rest'; 'logical' and 'at_rest' are legal"):
         torch_ext.save({}, tmp_path / "file", states="rest")
     with pytest.raises(ValueError, match="a key 'torch_ext.tensor'"):

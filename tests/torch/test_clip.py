@@ -90,6 +90,7 @@ def test_G2_non_finite_norm_skips_the_step_and_says_so(name: str, bad: float) ->
 
 
 def test_G2_skip_nonfinite_looks_by_itself() -> None:
+    """skip_nonfinite=True finds a NaN although nothing was clipped."""
     careful, plain = optimizer_of("bf16", skip_nonfinite=True), optimizer_of("bf16")
     for step in range(4):
         for optimizer in (careful, plain):
@@ -145,6 +146,7 @@ FORGETS = {
 
 @pytest.mark.parametrize("what", FORGETS)
 def test_pending_coefficient_dies(what: str) -> None:
+    """A clip before the gradients are discarded must not scale those that come after it."""
     clipped, plain = optimizer_of(), optimizer_of()
     for optimizer in (clipped, plain):
         set_grads(params(optimizer), 0)
@@ -168,6 +170,8 @@ def test_zero_grad_to_zeros_and_another_backward_into_the_same_memory() -> None:
 
 
 def test_coefficient_holds_for_the_same_gradients_only() -> None:
+    """The coefficient applies to each step with the clipped gradients, as torch's in-place clip does, and to no
+    others."""
     again, plain = optimizer_of(), optimizer_of()
     for optimizer in (again, plain):
         set_grads(params(optimizer), 0)

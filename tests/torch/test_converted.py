@@ -128,6 +128,7 @@ def test_a_converted_model_is_refused_and_nothing_changes(conversion: str, kind:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_frozen_parameter_may_wait_in_another_dtype(name: str) -> None:
+    """While it is frozen its dtype does not matter; the first step with a gradient raises."""
     model, optimizer = made(name)
     plain, twin = made(name)
     for m, o in ((model, optimizer), (plain, twin)):
@@ -200,6 +201,7 @@ def test_before_the_first_step_any_conversion_is_legal(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["bf16", "bf16_remainder", "8bit"])
 def test_what_is_done_within_master_weights_must_leave_masters_masters(name: str) -> None:
+    """Inside the context a weight may not get another shape: leaving it raises and restores weights and state."""
     model, optimizer = made(name)
     before = all_of(optimizer)
     with pytest.raises(ValueError, match="within master_weights.*'wide' .*legal"), optimizer.master_weights():
@@ -272,6 +274,8 @@ STRATEGIES = [
 @pytest.mark.parametrize("conversion", RANK_CONVERSIONS)
 @pytest.mark.parametrize(("strategy", "when"), STRATEGIES)
 def test_under_parallelize_nothing_is_stepped_either(strategy: str, conversion: str, when: str) -> None:
+    """Under no_shard, optim and optim_grads a converted model makes backward or step raise, and no weight or state
+    changes."""
     name, _, in_backward = strategy.partition(" ")
     model = Net().bfloat16()
     policy = torch_ext.load_policy(model, override_ddp_config={"step_in_backward": bool(in_backward)})

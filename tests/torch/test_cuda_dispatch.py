@@ -115,13 +115,13 @@ print(json.dumps(found))
 
 ALL = [s.id for s in operator_samples.DISPATCHED]
 EMPTY = ("no_tensors", "nothing")  # samples without elements: their tensors are on no device
+# Samples that get a workspace (tx_cuda_workspace): AdamW steps that only check, and fp32 masters with checksums in
+# master_checksum_ and in muon_update_ that resyncs.
 NEEDS_WORKSPACE = [
     "adamw_flat_-only_a_check",
     "master_checksum_-checked",
     "master_checksum_-renewed",
     "muon_update_-bfloat16_with_masters",
-    # Samples that get a workspace (tx_cuda_workspace): AdamW steps that only check, and fp32 masters with checksums in
-    # master_checksum_ and in muon_update_ that resyncs.
 ]
 
 
@@ -174,10 +174,12 @@ def test_tensors_on_mixed_devices_are_named_with_their_devices(case: str, found:
 
 
 def test_a_count_on_the_cpu_beside_weights_on_a_gpu_is_named(found: dict[str, Any]) -> None:
+    """A step count on the CPU with weights on a GPU is an error that names both."""
     assert found["step"] == f"torch_ext::adamw_: steps[1] is on cpu and params[0] on cuda:0; {ONE_DEVICE}"
 
 
 def test_a_table_on_a_gpu_is_named(found: dict[str, Any]) -> None:
+    """Tables such as offsets must be on the CPU even if all other tensors are on a GPU."""
     assert found["table"] == (
         "torch_ext::bucket_pack_: offsets is on cuda:0; it is a table, which is on the cpu wherever the other tensors "
         "are"

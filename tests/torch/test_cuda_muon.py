@@ -111,6 +111,7 @@ def test_both_passes_are_the_librarys_for_gpus(found: dict[str, Any]) -> None:
 
 
 def test_products_are_in_bf16_where_nobody_chose(found: dict[str, Any]) -> None:
+    """ns_dtype=None means bf16 on a GPU."""
     assert found["dtype"] == "bfloat16"
 
 

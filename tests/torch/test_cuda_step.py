@@ -268,6 +268,8 @@ def test_a_float_lr_beside_a_tensor_lr_becomes_a_tensor_without_waiting(found: d
 
 
 def test_who_looks_at_events_ends_nobodys_capture(found: dict[str, Any]) -> None:
+    """Threads that query events, and freeing memory, must not end another thread's graph capture: the capture mode is
+    relaxed for that time."""
     entered, modes, after = found["relaxed"]
     assert entered == [["cuda:1", 0]], "its device is current first"
     relaxed = 2
@@ -305,6 +307,7 @@ def test_the_check_for_nan_is_read_from_the_device_once_in_a_cycle(found: dict[s
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_tensor_lr_comes_down_with_what_the_host_steps(dtype: str, found: dict[str, Any]) -> None:
+    """A tensor lr on the device is copied along with the gradients of the host's part, without waiting."""
     same, waited = found[f"offloaded_{dtype}"]
     assert same
     assert waited == [[], [], []]

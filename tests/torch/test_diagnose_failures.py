@@ -194,6 +194,7 @@ def test_an_optimizer_that_ignores_that_masters_were_asked_for() -> None:
 
 
 def test_masters_that_a_load_rounded() -> None:
+    """torch's load_state_dict casts the masters to the weights' dtype, bf16, which loses them."""
     model = model_of(BF16)
     optimizer = theirs.FusedAdam(model.parameters(), lr=1e-4, master_weights=True)
     train(model, optimizer)
@@ -353,6 +354,7 @@ def test_a_load_in_another_order() -> None:
 
 
 def test_moments_of_steps_that_are_not_counted() -> None:
+    """Moments that are not zero at step 0 contradict the step count."""
     model = model_of(FP32)
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer)
@@ -457,6 +459,7 @@ def test_masters_of_another_size() -> None:
 
 @pytest.mark.parametrize("on_external_write, severity", [("ignore", "error"), ("resync", "note"), ("error", "note")])
 def test_our_masters_say_what_the_next_step_does(on_external_write: str, severity: str) -> None:
+    """Weights were loaded after the steps. Only under "ignore" does the next step overwrite them with old masters."""
     model = model_of(BF16)
     optimizer = torch_ext.AdamW(model.named_parameters(), on_external_write=on_external_write)
     train(model, optimizer)
@@ -524,6 +527,7 @@ def test_moments_are_read_in_the_form_that_others_store_them_in(form: Any) -> No
 
 @pytest.mark.parametrize("key", ["kahan_comp", "compensation"])
 def test_a_compensation_beside_the_weight_keeps_updates(key: str) -> None:
+    """A bf16 compensation term in the state (Kahan summation) keeps what rounding would lose."""
     model = nn.Linear(40, 40, bias=False).to(BF16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     model.weight.grad = torch.randn_like(model.weight)

@@ -45,6 +45,7 @@ def clones(named: dict[Any, Any]) -> dict[Any, Any]:
 
 @pytest.mark.parametrize("every", [1, 3])
 def test_fp32_is_what_swa_utils_keeps(every: int) -> None:
+    """An fp32 average has the values of torch's AveragedModel with the same decay."""
     model = model_in(F32)
     optimizer = optimizer_of(model, ema_decay=0.97, ema_dtype=F32, ema_every=every)
     theirs = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.97))
@@ -85,6 +86,8 @@ def test_an_average_changes_no_bit_of_the_step() -> None:
 
 @pytest.mark.parametrize("dtype, states", STATES)
 def test_weights_are_averages_inside_and_what_they_were_afterwards(dtype: torch.dtype, states: str) -> None:
+    """ema_weights(): inside, weights are the averages rounded to their dtype; afterwards they and training are
+    unchanged, also after an exception."""
     model = model_in(dtype)
     optimizer = optimizer_of(model, states, ema_dtype="24bit")
     for i in range(5):
@@ -155,6 +158,7 @@ def test_a_saved_average_goes_on_bit_for_bit(ema_dtype: Any, way: str) -> None:
 
 
 def test_a_checkpoint_without_an_average_begins_one_and_one_too_many_is_dropped() -> None:
+    """Either way load_state_dict warns and loads the rest of the state."""
     model = model_in(BF16)
     without = optimizer_of(model, "bf16", ema_decay=None)
     for i in range(3):
@@ -296,6 +300,7 @@ def test_before_it_begins_it_is_the_weights_as_they_are(states: str, every: int)
 
 
 def test_what_is_frozen_has_its_average_inside_as_in_the_state_dict() -> None:
+    """A parameter that was frozen after some steps is its average inside ema_weights(), like the others."""
     model = model_in(BF16)
     optimizer = optimizer_of(model, "bf16_remainder", ema_dtype=F32)
     for i in range(3):

@@ -17,8 +17,8 @@ LARGE = [(5, 4096), (130, 37), (7,), (3, 5, 7), (), (1,)]
 
 
 class Model(nn.Module):
-    """Parameters of several sizes. The first is large enough to have several samples, the elements that a step compares
-    to find writes beside fp32 masters."""
+    """Parameters of several sizes. The first is large enough to have several samples: elements that a step compares
+    with fp32 masters to find writes."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -133,6 +133,8 @@ def test_D7_a_flat_buffer_that_parameters_view(name: str) -> None:
 
 
 def test_D7_assign_leaves_an_orphan_and_says_so() -> None:
+    """load_state_dict(assign=True) gives the model new parameters; the optimizer still has the old ones, and warns that
+    none of them gets a gradient."""
     model, optimizer = made("bf16")
     model.load_state_dict({key: value.clone() for key, value in model.state_dict().items()}, assign=True)
     model.weights[0].grad = torch.zeros_like(model.weights[0])
@@ -270,8 +272,8 @@ def test_D7_2048_neighbours_beside_fp32_masters_are_seen_wherever_they_are(start
 
 @pytest.mark.parametrize("name, seen", [("bf16", False), ("bf16_remainder", True), ("8bit", True)])
 def test_D7_one_element_between_the_samples_needs_the_call(name: str, seen: bool) -> None:
-    """The documented limit: beside fp32 masters, a write that changes no version counter and lies between two samples
-    goes unnoticed until resync_masters()."""
+    """The documented limit: with fp32 masters, a write that changes no version counter and is between two samples goes
+    unnoticed until resync_masters()."""
     model, optimizer = made(name)
     p = model.weights[0]
     p.data.view(-1)[1000] += 1
@@ -284,6 +286,7 @@ def test_D7_one_element_between_the_samples_needs_the_call(name: str, seen: bool
 
 
 def test_D7_a_counter_is_enough_for_one_element() -> None:
+    """A write to one element that changes the version counter is noticed."""
     model, optimizer = made("bf16")
     with torch.no_grad():
         model.weights[0].view(-1)[1000] += 1
@@ -419,6 +422,7 @@ def test_ignore_leaves_what_was_written_above_the_old_remainder(name: str, loud:
 
 
 def test_ignore_lets_the_master_overwrite_a_silent_write() -> None:
+    """With fp32 masters and "ignore", the next step restores the weight from its master."""
     (model, ignoring), (_, plain) = made("bf16", on_external_write="ignore"), made("bf16")
     for p in model.parameters():
         p.data.zero_()
@@ -652,6 +656,7 @@ def test_a_raw_operator_that_writes_a_weight_is_somebody_else(name: str) -> None
 
 @pytest.mark.parametrize("name", ["fp32", *WITH_MASTER])
 def test_a_step_counts_every_parameter_up_once_and_no_state(name: str) -> None:
+    """Each step increases every parameter's version counter by exactly 1, and no state's."""
     model, optimizer = made(name)
     states = [dict(optimizer.state[p]) for p in model.parameters()]
     seen = [[t._version for t in (p, *state.values())] for p, state in zip(model.parameters(), states, strict=True)]

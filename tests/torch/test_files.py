@@ -85,6 +85,8 @@ torch_ext.save({"a": torch.zeros(1 << 20), "b": Last()}, sys.argv[1])
 
 
 def test_what_a_killed_save_left_goes_with_the_next_one(tmp_path: pathlib.Path) -> None:
+    """A killed save leaves an unfinished file next to the checkpoint, which stays intact. The next save to that name
+    removes the unfinished file."""
     path, other = tmp_path / "check[point].pt", tmp_path / "other.pt"
     torch_ext.save(1, path)
     torch_ext.save(2, other)
@@ -234,6 +236,7 @@ def test_a_file_keeps_its_owner(tmp_path: pathlib.Path) -> None:
 
 
 def test_what_is_written_of_a_private_file_is_private_before_it_is_complete(tmp_path: pathlib.Path) -> None:
+    """The unfinished file has the mode of the file that it will replace from the start."""
     path, modes = tmp_path / "checkpoint.pt", []
     path.write_text("former")
     path.chmod(0o600)
@@ -330,6 +333,7 @@ def test_a_file_that_may_not_be_written_to_is_not_replaced() -> None:
 
 
 def test_what_is_no_file_is_written_to_as_torch_does(tmp_path: pathlib.Path) -> None:
+    """A path that is no regular file, such as a pipe, is written to and not replaced."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -358,6 +362,7 @@ def test_names_as_long_as_they_may_be(name: str, tmp_path: pathlib.Path) -> None
 
 
 def test_a_fifo_under_the_name_of_an_unfinished_file_hangs_nobody(tmp_path: pathlib.Path) -> None:
+    """Opening a fifo blocks. It is not a file of ours, so it is neither opened nor removed."""
     path, pipe = tmp_path / "checkpoint.pt", tmp_path / ".checkpoint.pt.0123456789abcdef.unfinished"
     os.mkfifo(pipe)
 
@@ -374,6 +379,8 @@ def test_a_fifo_under_the_name_of_an_unfinished_file_hangs_nobody(tmp_path: path
 def test_without_locks_what_is_old_is_removed(
     age: float, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """On file systems without locks, an unfinished file is removed only if it is old."""
+
     def none(descriptor: int, how: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 

@@ -62,6 +62,7 @@ def test_state_lies_in_memory_as_its_parameter_does() -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_memory_of_their_own_gives_the_same_bits(name: str) -> None:
+    """States that are replaced by clones, each in its own memory, are stepped to the same bits."""
     together, apart = (torch_ext.AdamW(params_of(name), lr=1e-2, policy=policy_of(name)) for _ in range(2))
     train(together, range(2))
     train(apart, range(2))
@@ -186,6 +187,8 @@ def test_what_our_own_loop_does_hands_out_nothing() -> None:
 
 
 def test_loading_into_a_new_optimizer_hands_out_nothing_and_into_its_own_keeps_the_mark() -> None:
+    """Loading copies the tensors of another optimizer's state dict, but uses its own, which the caller may still
+    hold."""
     first, second = (torch_ext.AdamW(params_of("fp32"), lr=1e-2) for _ in range(2))
     steps(first, range(2))
     saved = first.state_dict()

@@ -287,6 +287,8 @@ def test_what_is_refused(does: Callable[[Net, Any], None], says: str) -> None:
 
 @pytest.mark.parametrize("twice", [True, False], ids=["one parameter twice", "one after the other"])
 def test_reentrant_checkpoints_are_backwards_of_their_own(twice: bool) -> None:
+    """Activation checkpointing with use_reentrant=True runs backwards inside the backward. They count as further
+    backwards before step(), so they raise."""
     net, optimizer = _made()
     x = _inputs(0).requires_grad_()
     for layer in net.layers[1], net.layers[1 if twice else 2]:
@@ -398,6 +400,7 @@ def test_a_shallow_copy_steps_nothing_twice() -> None:
 
 
 def test_zero_grad_in_place_of_step() -> None:
+    """After a backward that stepped, zero_grad() completes the step as step() does."""
     net, optimizer = _made()
     for step in range(2):
         net(_inputs(step)).backward()

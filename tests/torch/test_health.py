@@ -72,6 +72,7 @@ def test_it_prints_a_table_and_gives_numbers_to_loggers() -> None:
 
 
 def test_only_the_next_step_measures_and_no_bit_is_another() -> None:
+    """measure_health() affects one step, and not its result."""
     (a, measured), (b, plain) = trained(states="8bit"), trained(states="8bit")
     for i in range(4):
         if i == 1:
@@ -128,6 +129,7 @@ def test_a_warning_of_weights_near_the_end_of_float16() -> None:
 
 @pytest.mark.parametrize("first", ["load", "step"])
 def test_a_load_forgets_neither_what_was_asked_nor_what_was_measured(first: str) -> None:
+    """Loads a state between measure_health() and the step, or after the step."""
     model = torch.nn.Linear(8, 8).bfloat16()
     optimizer = torch_ext.AdamW(model.parameters())
     saved = copy.deepcopy(optimizer.state_dict())
@@ -221,6 +223,7 @@ def test_what_is_frozen_after_the_step_was_measured() -> None:
 
 
 def test_a_state_that_is_loaded_forgets_no_question_and_no_answer() -> None:
+    """Loads a state that has taken steps, between measure_health() and the step and again after the step."""
     model, optimizer = trained()
     step(model, optimizer)
     optimizer.measure_health()

@@ -97,6 +97,7 @@ def _check(kind: str, call: str, at: int) -> bool:
 
 @pytest.mark.parametrize(("kind", "call"), CASES)
 def test_an_interrupt_anywhere(kind: str, call: str) -> None:
+    """Random points of every call of every configuration."""
     points = _points(kind, call)
     assert sum(_check(kind, call, at) for at in points) > len(points) // 2
 

@@ -69,6 +69,7 @@ def test_without_torch_the_library_loads_and_says_what_is_missing() -> None:
 
 @pytest.mark.parametrize("call", ["tx_torch_parallel(None", "tx_torch_cuda_library(None, ctypes.c_int64(9)"])
 def test_nowhere_to_write_is_refused(call: str) -> None:
+    """Output arguments that are NULL."""
     code = f"""
 import sys, torch
 library, error = ctypes.CDLL(sys.argv[1]), Error()
@@ -108,6 +109,7 @@ print(status, message)
 
 
 def test_a_library_that_is_closed_again_stays_for_torch() -> None:
+    """dlclose does not unload the library: torch has pointers to its kernels."""
     code = """
 import ctypes, sys, torch, _ctypes
 _ctypes.dlclose(ctypes.CDLL(sys.argv[1])._handle)

@@ -101,6 +101,7 @@ def test_G5_what_the_policy_cannot_keep_is_said_once(source: str, target: str, s
 
 
 def test_D5_a_master_that_is_only_what_the_weight_holds_is_dropped_in_silence() -> None:
+    """A policy without masters warns when it drops one, unless the master equals its weight."""
     first = trained("bf16")
     saved = copy.deepcopy(first.state_dict())
     for p, entry in zip(of(first), saved["state"].values(), strict=True):

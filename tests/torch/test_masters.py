@@ -156,6 +156,7 @@ def test_D7_resync_masters_takes_over_what_does_not_round_to_its_weight(name: st
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_resync_masters_goes_over_samples_only_where_it_changed_something(name: str) -> None:
+    """Checksums are recomputed for weights whose masters were changed, and for no others."""
     optimizer = optimizer_of(name)
     train(optimizer, range(3))
     written, left = params(optimizer)[:2]
@@ -281,6 +282,7 @@ def test_ignore_lets_the_master_overwrite_the_weight() -> None:
 
 
 def test_own_steps_are_nobody_elses_writes() -> None:
+    """After the optimizer's own steps no weight counts as written, so no step compares masters element by element."""
     optimizer = optimizer_of("bf16", on_external_write="error")
     train(optimizer, range(3))
     set_grads(params(optimizer), 3)

@@ -359,7 +359,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "override_ddp_config: data_parallel_sharding_strategy='FSDP' is not legal: FSDP is optim_grads_params here; "
         + LEGAL_STRATEGIES,
     ),
-    # others
+    # everything else
     "a lazy module": (
         lambda: AdamW(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(8)).parameters()),
         ValueError,

@@ -420,6 +420,7 @@ def test_checkpoints_from_and_into_torchs() -> None:
 
 
 def test_torchs_muon_keeps_no_stale_master() -> None:
+    """torch.optim.Muon does not update masters, so it must not get any from our state dict."""
     params, ours = trained(BF16, "bf16", 2, matrices([(8, 8)], BF16))
     theirs = torch.optim.Muon(params)
     theirs.load_state_dict(ours.state_dict())
@@ -437,6 +438,8 @@ def test_a_changed_algorithm_is_named() -> None:
 
 
 def test_state_is_made_inert() -> None:
+    """The step with lr 0 and zero gradients by which frameworks make an optimizer create its state changes no weight
+    and counts no step."""
     params = matrices([(8, 8), (8,)])
     before = bits(params)
     optimizer = torch_ext.Muon(params, lr=0.0)
@@ -722,6 +725,7 @@ def test_a_group_that_was_changed_is_refused_before_the_step() -> None:
 
 
 def test_memory_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If memory for a matrix cannot be allocated, the error names the parameter and nothing has changed."""
     params = matrices([(8, 8), (64, 64)])
     optimizer = torch_ext.Muon(zip("ab", params, strict=True), ns_dtype=F32)
     filled(params, 0)
@@ -747,6 +751,7 @@ def test_sparse_and_differing_gradients_are_named() -> None:
 
 
 def test_rows_that_do_not_follow_each_other_are_named() -> None:
+    """A weight whose rows are not contiguous is an error that names it."""
     params = [nn.Parameter(torch.randn(8, 6).T)]
     optimizer = torch_ext.Muon(params, ns_dtype=F32)
     filled(params, 0)

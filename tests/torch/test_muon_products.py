@@ -22,6 +22,7 @@ def uniform(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
 
 @pytest.mark.parametrize("seed", range(24))
 def test_mirrored(seed: int) -> None:
+    """muon_mirror_ copies the panels below the diagonal to their transposed places above it."""
     r = random.Random(seed)
     n, dtype = r.choice([1, 2, 9, 63, 64, 65, 128, 257, r.randrange(300, 700)]), r.choice([F32, BF16, F16])
     panel = r.choice([1, 3, 64, 128, r.randrange(1, n + 1), n, n + 5])
@@ -88,6 +89,7 @@ def memory_of_nan() -> Iterator[None]:
 @pytest.mark.parametrize("kind", ["standard", "gram"])
 @pytest.mark.parametrize("shape", [(20, 33), (680, 1300), (1100, 641), (705, 705)])
 def test_what_memory_held_is_no_matter(shape: tuple[int, int], kind: str, dtype: torch.dtype) -> None:
+    """Products must not read uninitialised memory."""
     x = uniform(shape, BF16, 3)
     found = orthogonalised(x, ns=kind, ns_dtype=dtype)
     with memory_of_nan():

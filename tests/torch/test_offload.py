@@ -144,6 +144,7 @@ def test_B4_gradients_come_back_zero_and_those_that_were_not_there_do_not() -> N
 
 
 def test_B4_a_clip_coefficient_goes_with_its_gradients() -> None:
+    """Offloading drops gradients; a pending clip coefficient must go too."""
     model, optimizer = trained()
     torch_ext.clip_grad_norm_(optimizer, 1e-6)
     torch_ext.offload(model, optimizer)
@@ -171,6 +172,7 @@ def test_B4_weights_that_lie_in_one_storage_move_once() -> None:
 
 
 def test_B4_no_write_of_somebody_else_is_suspected() -> None:
+    """Moving weights must not count as an external write."""
     for config in ({}, {"store_param_remainders": True}):
         model = Net()
         policy = torch_ext.load_policy(model, override_optimizer_config=config)
@@ -256,6 +258,8 @@ def test_B4_host_memory_grows_by_what_is_new() -> None:
 
 
 def test_B4_what_is_new_joins_what_is_offloaded() -> None:
+    """A module that is added while the model is offloaded is offloaded by the next call and brought back with the
+    rest."""
     model = Net()
     torch_ext.offload(model)
     model.add_module("more", nn.Linear(50, 50))

@@ -312,6 +312,7 @@ def test_lr_that_no_step_takes_changes_nothing() -> None:
 
 @pytest.mark.parametrize("name", ["bf16", "8bit"])
 def test_states_that_moved_are_stepped_where_they_are(name: str) -> None:
+    """`.data =` gave the host's states new memory; a step must use the new memory."""
     reference = optimizer_of(name, 0.0)
     train(reference, range(4))
     with host_parts.copying("prompt"):
@@ -435,6 +436,7 @@ def test_state_of_a_parameter_that_left_is_dropped() -> None:
 
 
 def test_E11_asking_for_state_moves_nothing() -> None:
+    """state_dict() before the first step creates the state and changes no weight."""
     optimizer, reference = optimizer_of("bf16", 0.5), optimizer_of("bf16", 0.0)
     weights = [bits(p) for p in params(optimizer)]
     state = optimizer.state_dict()

@@ -150,6 +150,7 @@ def test_B4_zero_grad_is_fine_while_offloaded() -> None:
 
 
 def test_B4_a_graph_from_before_is_refused() -> None:
+    """Backward through a graph that was recorded before the weights were offloaded raises."""
     model, optimizer = trained()
     optimizer.zero_grad()
     losses = [loss_of(model, 1) for _ in range(2)]
@@ -203,6 +204,7 @@ def _mapped(p: Tensor, path: pathlib.Path) -> Tensor:
 
 @pytest.mark.parametrize("how", FIXED)
 def test_B4_memory_of_others_is_refused_by_name(how: str, tmp_path: pathlib.Path) -> None:
+    """A weight's memory cannot be released if numpy, another process or a file uses it."""
     model = Net(torch.float32)
     optimizer = torch.optim.AdamW(model.parameters())
     one_step(model, optimizer, 0)

@@ -92,6 +92,7 @@ def test_adamw_skips_and_counts() -> None:
     "position, value", [(14, 8), (15, 2), (16, 0)], ids=["seed", "moment_rounding", "weight_rounding"]
 )
 def test_adamw_integers_matter(position: int, value: int) -> None:
+    """seed, moment_rounding and weight_rounding each affect the states or weights that they are for."""
     one_way = run("adamw_", samples.adamw(param=BF16))
     arguments = samples.adamw(param=BF16)
     arguments[position] = value
@@ -220,7 +221,7 @@ def test_master_resync_only_counts_where_it_checks() -> None:
 
 @pytest.mark.parametrize("master, counts", [(F32, [1, 1, 0, 1]), (I16, [5, 6, 0, 4])], ids=["fp32", "remainders"])
 def test_master_checksum(master: torch.dtype, counts: list[int]) -> None:
-    """Beside remainders a whole block is taken over: of 1030 weights the last 6, of 4100 the last 4."""
+    """With remainders a whole block is taken over: of 1030 weights the last 6, of 4100 the last 4."""
     params, masters, checksums, stale, _ = samples.master_checksum(master)
     before, old = bits(masters), [m.clone() for m in masters]
     ops.master_checksum_(params, masters, checksums, stale, 0)
@@ -416,6 +417,7 @@ def test_call_keeps_no_storage(sample: samples.Sample) -> None:
 
 
 def test_look_counts_nothing_up() -> None:
+    """call_unversioned leaves version counters alone."""
     w = torch.ones(3)
     torch_ext.native.ops.call_unversioned("bucket_accumulate_", [w], [torch.ones(3)])
     assert w._version == 0 and w.tolist() == [2.0] * 3
@@ -524,6 +526,7 @@ def accumulate(grad: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_step_is(direct: list[bool]) -> None:
+    """An optimizer's step makes one operator call, which bypasses the dispatcher."""
     opt = AdamW([torch.nn.Parameter(torch.ones(n)) for n in (1, 300)], lr=1e-2)
     for _ in range(2):
         for p in opt.param_groups[0]["params"]:
@@ -630,6 +633,7 @@ def test_no_object_is_kept_or_lost(direct: list[bool]) -> None:
 
 
 def test_left_out_arguments_and_no_lists_are_torchs(direct: list[bool]) -> None:
+    """Such calls go through torch's dispatcher, which raises its own errors."""
     with pytest.raises(RuntimeError):
         torch_ext.native.ops.call_unversioned("bucket_accumulate_", [torch.ones(1)])
     with pytest.raises((RuntimeError, TypeError)):

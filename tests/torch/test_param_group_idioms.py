@@ -149,6 +149,7 @@ def test_groups_are_the_dicts_that_were_given() -> None:
 
 
 def test_the_policy_is_that_of_what_iterators_give() -> None:
+    """An iterator is consumed once, so the dtype must be found without using it up."""
     model = net()
     model.base.bfloat16()
     for params in (

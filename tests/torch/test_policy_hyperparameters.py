@@ -135,6 +135,7 @@ def test_an_argument_that_is_torchs_default_is_an_argument(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_what_another_optimizer_starts_from_is_an_argument(kind: str) -> None:
+    """Values that are copied from another optimizer's group count as arguments, although they equal the defaults."""
     other = CLASSES[kind][0]([one()])
     options = {key: other.param_groups[0][key] for key in ("lr", "betas", "eps", "weight_decay")}
     optimizer = CLASSES[kind][0]([one()], policy=WAYS["config"](**EXPLICIT), **options)

@@ -98,6 +98,7 @@ def test_steps_in_backward(policy: str) -> None:
 
 
 def test_between_a_backward_that_steps_and_step() -> None:
+    """Some weights are stepped and others are not: nothing can be published until step() or zero_grad()."""
     net = Net()
     optimizer = torch_ext.AdamW(net.named_parameters(), lr=1e-3, step_in_backward=True)
     publisher = torch_ext.WeightPublisher(net, optimizer)
@@ -398,6 +399,7 @@ def test_muon(states: Any) -> None:
 
 
 def test_of_two_publishers_the_later_one_is_told() -> None:
+    """An optimizer records changes for one publisher, the latest; the earlier one raises."""
     trainer = Trainer("bf16", lr=1e-3)
     following = Following(trainer.model, torch_ext.WeightPublisher(trainer.model, trainer.optimizer))
     trainer.step()

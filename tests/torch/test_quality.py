@@ -42,6 +42,7 @@ def test_dithered_v_arrives_at_the_true_mean(dithered: dict[str, Track], state: 
 
 @pytest.mark.parametrize("state", STEP_ERROR)
 def test_dithered_v_has_the_true_mean_on_the_way(dithered: dict[str, Track], state: str) -> None:
+    """Also in every sample during the decay, not only at its end."""
     assert max(abs(sample.mean - 1) for sample in dithered[state].after(DECAY.warmup)) <= 0.01
 
 

@@ -79,6 +79,7 @@ def test_the_lines_of_an_average_end_with_it_in_the_model(tmp_path: pathlib.Path
 
 
 def test_what_the_trainer_hands_over_and_what_not(tmp_path: pathlib.Path) -> None:
+    """What the Trainer passes to the optimizer and what it does not, as the page says."""
     trainer = _trained(tmp_path, 0, adam_beta2=0.95, adam_epsilon=1e-6)
     decayed, others = trainer.optimizer.optimizer.param_groups
     assert [group["weight_decay"] for group in (decayed, others)] == [0.1, 0.0]

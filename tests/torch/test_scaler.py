@@ -182,6 +182,7 @@ def test_G3_fp16_gradients_may_not_be_written_while_they_are_scaled() -> None:
 
 
 def test_G3_other_optimizers() -> None:
+    """The scaler also works with torch's optimizers of fp32 models; fp16 models need one of ours."""
     model, _ = model_and_optimizer(torch.float32)
     reference, _ = model_and_optimizer(torch.float32)
     scaler = scaler_of()
@@ -213,6 +214,8 @@ UNSCALES = {
 
 @pytest.mark.parametrize("case", UNSCALES)
 def test_G3_step_supports_amp_scaling_where_torchs_does_and_where_unscale_cannot(case: str) -> None:
+    """The flag is that of torch's optimizer with the same options. For fp16 gradients, which torch's unscale_ rejects,
+    it is also set unless fused=False."""
     dtype, options, expected = UNSCALES[case]
     _, optimizer = model_and_optimizer(dtype, **options)
     torchs = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], **options)

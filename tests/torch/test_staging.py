@@ -60,6 +60,7 @@ def test_choice_is_off_by_half_of_the_smallest_left_out_at_most() -> None:
 
 
 def test_memory_that_is_left_for_a_larger_one_was_sent_before() -> None:
+    """A buffer that is replaced by a larger one may still be being copied from: the copy must end first."""
     late = host_parts.LateCopies()
     buffers = copies.Buffers(late, torch.device("cpu"))
     small = buffers.take("batches", 100)
@@ -73,6 +74,7 @@ def test_memory_that_is_left_for_a_larger_one_was_sent_before() -> None:
 
 
 def test_memory_that_nobody_has_any_more_was_sent_before() -> None:
+    """Copies from and to buffers end before the buffers are freed."""
     late = host_parts.LateCopies()
     buffers = copies.Buffers(late, torch.device("cpu"))
     there, here = torch.zeros(100, dtype=torch.uint8), torch.full((100,), 6, dtype=torch.uint8)
@@ -116,6 +118,7 @@ class _FailedCopies(host_parts.LateCopies):
 
 
 def test_memory_of_a_device_that_failed_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Freeing buffers of a failed device must not raise in a finaliser."""
     printed: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", printed.append)
     buffers = copies.Buffers(_FailedCopies(), torch.device("cpu"))
@@ -136,6 +139,7 @@ late.copy(late.up, [there], [buffers.take("batches", 100).fill_(5)])
 
 
 def test_memory_is_sent_before_what_others_do_at_exit() -> None:
+    """At exit, pending copies end before exit handlers that were registered earlier run."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.run([sys.executable, "-c", _AT_EXIT], capture_output=True, text=True, env=environment)
     assert (run.stdout, run.returncode) == ("sent\n", 0), run.stderr

@@ -94,6 +94,7 @@ def test_E11_first_real_update_is_step_1() -> None:
 
 
 def test_a_warm_up_from_lr_0_counts() -> None:
+    """A step with lr 0 and a gradient that is not zero is a real step."""
     p = nn.Parameter(torch.zeros(1))
     optimizer = torch_ext.AdamW([p], lr=0.0)
     p.grad = torch.ones(1)
@@ -267,6 +268,7 @@ def test_thresholds_by_names_that_got_lost_say_so() -> None:
 
 
 def test_per_parameter_step_counters_survive() -> None:
+    """Parameters that had no gradient in some steps keep their own counts."""
     first = optimizer_of("bf16")
     for step in range(4):
         params = first.param_groups[0]["params"]

@@ -199,6 +199,7 @@ def test_a_base_that_is_not_the_weights(base: dict[str, Tensor], kind: type[Exce
 
 
 def test_what_no_format_can_say() -> None:
+    """NaN, too large positions, repeated positions, and unknown encodings and checksums raise."""
     nan = PATCH._replace(values=torch.full((2,), torch.nan, dtype=BF16))
     with pytest.raises(ValueError, match="w has weights that are NaN"):
         torch_ext.verl_flushes([nan])

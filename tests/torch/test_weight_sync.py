@@ -236,6 +236,7 @@ def test_writes_travel(policy: str, write: Callable[[Trainer], None], steps_befo
 
 
 def test_loading_an_optimizer_leaves_the_chain_as_it_is() -> None:
+    """The publisher goes on after load_state_dict; engines need no full message."""
     trainer = Trainer("bf16")
     engine = Engine(trainer.model)
     trainer.step(2)
@@ -387,6 +388,8 @@ def test_patches_bring_what_deltas_bring(policy: str) -> None:
 
 
 def test_patches_are_a_version_that_subscribers_miss() -> None:
+    """publish_patches() counts as a version, so a delta that follows it does not fit an engine that did not get the
+    patches."""
     trainer = Trainer("bf16", lr=1e-3)
     engine = Engine(trainer.model)
     trainer.step()

@@ -64,6 +64,7 @@ def test_during_a_backward(doing: str) -> None:
 
 
 def test_all_weights_of_a_version_that_is_over() -> None:
+    """full() is the weights of the last published version, so it raises if a step has changed them since."""
     trainer = _trainer()
     assert _message(trainer.publisher.full, RuntimeError) == (
         '"p0[130, 37]" has changed since version 0; legal: a full message right after a publish'
