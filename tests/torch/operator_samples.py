@@ -63,8 +63,8 @@ def adamw(
     requires_grad: bool = False,
     extras: bool = False,
 ) -> list[Any]:
-    """Returns the arguments of adamw_. Moments and masters are zeros or follow from the weights. extras: also passes
-    lrs, meta, grad_scale, clip_coef, found_inf and skipped."""
+    """Returns the arguments of adamw_. Moments and remainders are zero, fp32 masters equal the weights. extras: also
+    passes lrs, meta, grad_scale, clip_coef, found_inf and skipped."""
     exp_avg = exp_avg or (F32 if param is F32 else BF16)
     exp_avg_sq = exp_avg_sq or exp_avg
     params = randoms(numels, param, 1)
