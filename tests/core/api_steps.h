@@ -1,4 +1,4 @@
-// Legal calls of the steps.
+// Makes legal random calls of the AdamW and Muon steps (see api_call.h).
 #ifndef TESTS_CORE_API_STEPS_H
 #define TESTS_CORE_API_STEPS_H
 
@@ -16,7 +16,8 @@ inline bool IsScaled(tx_dtype dtype) {
   return dtype == TX_U8 || dtype == TX_F16;
 }
 
-// What a step is about, beside its own states: weights, masters, checksums, and what it leaves behind.
+// The arguments that all steps share: weights, masters, checksums, and the optional outputs for publishing, averages
+// and health.
 struct Weights {
   int64_t n;
   tx_tensor *params, *masters, *checksums, *steps, *changed, *moved, *distances, *emas, *ema_lows, *healths;

@@ -1,4 +1,4 @@
-// Training programs, drawn from a seed, and what their steps must find.
+// Random training programs, generated from a seed, and the oracle: what their steps have to find.
 #include <algorithm>
 #include <sstream>
 
@@ -7,13 +7,13 @@
 namespace cycle_world {
 namespace {
 
-// A split of n parameters into buckets, and of these into buffers.
+// Divides n parameters into buckets at random, and the buckets into buffers.
 void Partition(std::mt19937_64 &random, int n, std::vector<int64_t> *bucket_of, std::vector<int64_t> *buffer_of) {
   bucket_of->assign(static_cast<size_t>(n), 0);
   const int most = 1 + static_cast<int>(random() % static_cast<uint64_t>(n));
   int64_t bucket = 0;
   for (int k = 0; k < n; k++) {
-    const int i = n - 1 - k;  // backward's order
+    const int i = n - 1 - k;  // in backward's order
     if (k > 0 && bucket + 1 < most && random() % 2) bucket++;
     (*bucket_of)[static_cast<size_t>(i)] = bucket;
   }
@@ -35,7 +35,7 @@ void AddFaults(std::mt19937_64 &random, Spec *spec) {
     if (spec->kind >= TX_CYCLE_UNITS && what == Ill::kRaiseInHook) what = Ill::kRaise;
     if (spec->kind == TX_CYCLE_DDP_HOOK &&
         (what == Ill::kUnused || what == Ill::kFrozen || what == Ill::kAssigned || what == Ill::kDropped)) {
-      what = Ill::kRaise;  // DDP itself forbids the others, or hides them from its hook
+      what = Ill::kRaise;  // DDP rejects these faults itself, or hides them from its hook
     }
     Fault fault{what, draw(2) ? -1 : draw(spec->world), draw(static_cast<int>(spec->steps_of_program.size())), 0};
     fault.at = what == Ill::kInterrupt                       ? draw(20)
@@ -60,11 +60,12 @@ void AddSteps(std::mt19937_64 &random, Spec *spec) {
     if (draw(5) > 0) spec->steps_of_program.push_back({Do::kStep, false, {}});
     if (draw(4) > 0) spec->steps_of_program.push_back({Do::kZeroGrad, false, {}});
   }
-  // At odd times: between micro-batches, twice, before anything.
+  // At unusual times: between micro-batches, twice, or before anything else.
   static const Do kOdd[] = {Do::kZeroGrad, Do::kStep, Do::kOffload, Do::kReplan};
   for (int k = draw(4) == 0 ? 1 + draw(2) : 0; k > 0; k--) {
     const int at = draw(static_cast<int>(spec->steps_of_program.size()) + 1);
-    const Do what = kOdd[draw(spec->kind == TX_CYCLE_DDP_HOOK ? 2 : 4)];  // of a DistributedDataParallel, DDP's
+    const Do what = kOdd[draw(
+        spec->kind == TX_CYCLE_DDP_HOOK ? 2 : 4)];  // DistributedDataParallel has no offload and no second parallelize
     spec->steps_of_program.insert(spec->steps_of_program.begin() + at, {what, false, {}});
   }
 }
@@ -131,7 +132,7 @@ std::string Text(const Spec &spec) {
   return out.str();
 }
 
-// The gradient of a parameter in a backward: a multiple of the number of ranks, so that means are exact.
+// A parameter's gradient in one backward: a multiple of the number of ranks, so that means are exact.
 int64_t ValueOf(const Spec &spec, int rank, int step, int i) {
   uint64_t x = spec.seed * 31 + static_cast<uint64_t>(rank) * 1000003 + static_cast<uint64_t>(step) * 10007 +
                static_cast<uint64_t>(i) * 101;
@@ -141,7 +142,7 @@ int64_t ValueOf(const Spec &spec, int rank, int step, int i) {
   return static_cast<int64_t>(x % 100000) * spec.world;
 }
 
-// Sums are divided by the number of ranks, or by 1.
+// A sum divided by the number of ranks, or undivided, as the spec asks.
 int64_t Scaled(const Spec &spec, int64_t sum) {
   return spec.scales_sums && spec.kind != TX_CYCLE_DDP_HOOK ? sum : sum / spec.world;
 }
@@ -151,7 +152,8 @@ std::vector<Expected> Oracle(const Spec &spec) {
   const auto n = static_cast<size_t>(spec.n_params);
   const bool units = spec.kind == TX_CYCLE_UNITS, shards = Shards(spec);
   std::vector<int64_t> total(n), local(n);
-  std::vector<uint8_t> has_local(n), unreduced(n);  // unreduced: one was ready, whatever `.grad` became since
+  std::vector<uint8_t> has_local(n),
+      unreduced(n);  // unreduced: a gradient was ready and not reduced, whatever happened to `.grad` since
   bool known = true;
   std::vector<Expected> found(spec.steps_of_program.size());
   const auto suffers = [&](Ill what, int rank, int step, int at) {
@@ -203,7 +205,7 @@ std::vector<Expected> Oracle(const Spec &spec) {
       e.known = known;
       e.sums = total;
       for (size_t i = 0; i < n; i++) {
-        // What the user assigned is what is stepped, unless gradients are sharded, or it took the place of one.
+        // A gradient that the user assigned is stepped, unless gradients are sharded or it replaced an unreduced one.
         e.refused |= has_local[i] == kIsReady || (has_local[i] == kIsAssigned && (shards || unreduced[i]));
         if (has_local[i] == kIsAssigned) e.sums[i] = spec.world * 11;
       }

@@ -1,4 +1,4 @@
-// A rank of a world: what its training program does, and what befalls it.
+// A simulated rank: the steps of its training program, and the faults that hit it.
 #include "tests/core/cycle_rank.h"
 
 #include <algorithm>
@@ -24,7 +24,7 @@ Rank::Rank(World *w, int r) : world(w), rank(r) {
   }
 }
 
-// A machine for these buckets, in the place of `replaces` where there is one.
+// Makes a state machine for these buckets; if `replaces` is given, by tx_cycle_rebuild from that machine.
 void Rank::Build(const std::vector<int64_t> *bucket_of, const std::vector<int64_t> *buffer_of,
                  const tx_cycle *replaces) {
   static const char *const kNames[] = {"p0", "p1", "p2", "p3", "p4", "p5", "p6", "p7", "p8", "p9"};
@@ -52,7 +52,7 @@ void Rank::Build(const std::vector<int64_t> *bucket_of, const std::vector<int64_
   const tx_status status = replaces ? tx_cycle_rebuild(memory.data(), bytes, &args, replaces, &cycle, &error)
                                     : tx_cycle_init(memory.data(), bytes, &args, &cycle, &error);
   if (status != TX_OK) throw Wrong{error.message};
-  memory_ = std::move(memory);  // of the machine before, which is not used any more
+  memory_ = std::move(memory);  // frees the memory of the previous machine, which is no longer used
   bucket_of_ = *bucket_of;
 }
 
@@ -121,7 +121,7 @@ void Rank::Fail(const std::string &text) {
   Throw();
 }
 
-// After a failure for good every call says so, with its text.
+// After a permanent failure every call has to be rejected with the failure's text.
 void Rank::CheckToldOfFailure(bool refused) const {
   if (!refused) throw Wrong{"a backward or step is legal after a failure for good"};
   if (!std::strstr(tx_cycle_refusal(cycle), tx_cycle_failure(cycle))) throw Wrong{"a refusal does not say what failed"};
@@ -141,7 +141,7 @@ void Rank::StartOp() {
       g.there = true, g.in_place = false, g.nan = false;
       g.assigned = g.own = world->spec.world * 11;
       if (!shards) g.expected = 0;
-      g.has_own = false;  // it may be stepped as it is
+      g.has_own = false;  // an assigned gradient may be stepped as it is
     }
   }
   if (step.what == Do::kZeroGrad || step.what == Do::kOffload) {
@@ -173,7 +173,7 @@ void Rank::StartOp() {
   }
 }
 
-// FSDP2's and DDP's order: units, or buckets.
+// The order in which FSDP2 hands over units, and DDP hands over buckets.
 bool Rank::NextGiven() {
   const Spec &spec = world->spec;
   const Step &step = spec.steps_of_program[static_cast<size_t>(program[static_cast<size_t>(pc)])];
@@ -209,7 +209,7 @@ bool Rank::NextGiven() {
   return true;
 }
 
-// Of all gradients that are ready.
+// Reports all gradients that are ready to the machine.
 void Rank::Tell() {
   Count(kReady);
   const auto n = static_cast<int64_t>(untold_.size());
@@ -252,7 +252,7 @@ bool Rank::NextGradient() {
   return true;
 }
 
-// Until the others have given up.
+// Whether this rank is stopped (SIGSTOP); it goes on when the other ranks have given up.
 bool Rank::IsStalled() const {
   for (const Fault &fault : world->spec.faults) {
     if (fault.what == Ill::kStalled && fault.rank == rank && fault.at <= moves && !world->group_failed) return true;
@@ -284,7 +284,7 @@ bool Rank::Move() {
       at_ = At::kRecovering;
     } else {
       const int at = pc;
-      if (!Drain()) return !waiting || pc != at;  // what a step that was interrupted left to be waited for
+      if (!Drain()) return !waiting || pc != at;  // actions that an interrupted step left to be waited for
       StartOp();
       return true;
     }

@@ -30,7 +30,7 @@ Param RandomParam(std::mt19937_64 *random, int64_t world) {
   for (int64_t k = Pick(random, 0, 2) ? 1 : Pick(random, 2, 5); k > 0; k--)
     p.matrices.emplace_back(Pick(random, 1, 6), columns);
   const int64_t numel = NumelOf(p), rows = numel / columns, each = (rows + world - 1) / world;
-  for (int64_t r = 0; r < world; r++)  // by rows, as FSDP2; or anywhere, as buckets
+  for (int64_t r = 0; r < world; r++)  // sharded by rows, as by FSDP2; or anywhere, as by buckets
     p.ends.push_back(std::min((r + 1) * each, rows) * columns);
   if (Pick(random, 0, 1)) {
     for (int64_t &end : p.ends)
@@ -41,9 +41,10 @@ Param RandomParam(std::mt19937_64 *random, int64_t world) {
   return p;
 }
 
-// -- what is on the wire, and where ----------------------------------------------------------------------------------
+// -- messages and what they contain
+// --------------------------------------------------------------------------------------
 
-// An element that knows where it is from, and whether it is of a momentum or of an update.
+// An element that records its origin, and whether it belongs to a momentum or to an update.
 struct Element {
   int64_t param, at;
   bool updated;
@@ -54,13 +55,13 @@ struct Element {
 
 using Elements = std::vector<Element>;
 
-// What a rank gave to one collective.
+// One rank's contribution to a collective.
 struct Given {
   int32_t kind;  // tx_muon_do
   int64_t round;
   Elements sent;
-  std::vector<int64_t> come, go;  // bytes
-  bool failed = false;            // its product
+  std::vector<int64_t> come, go;  // bytes received from and sent to each rank
+  bool failed = false;            // whether computing its product failed
 };
 
 struct Collective {
@@ -69,7 +70,7 @@ struct Collective {
 
 enum class Is { kRunning, kDone, kRaised, kLost };
 
-// A message and what it holds, from its start until it may go.
+// A message in flight, and the memory it holds until it is freed.
 struct Message {
   size_t collective;
   int64_t bytes_sent, bytes_into;
@@ -82,13 +83,13 @@ struct Rank {
   tx_muon_exchange *machine = nullptr;
   tx_muon_exchange_args args;
   int64_t fingerprint = 0, planned = 0, held = 0, most = 0, moves = 0;
-  size_t started = 0;  // collectives
+  size_t started = 0;  // number of collectives
   Is is = Is::kRunning;
   std::optional<tx_muon_action> current;
   std::map<int64_t, Elements> momenta;  // by parameter
   std::map<int64_t, Message> gathers, scatters;
-  std::map<int64_t, Elements> own;  // matrices, by round
-  std::map<int64_t, bool> failed;   // by round: this rank's product
+  std::map<int64_t, Elements> own;  // matrices that this rank owns, by round
+  std::map<int64_t, bool> failed;   // by round: whether this rank's product failed
   std::vector<int64_t> stepped, discarded, multiplied;
 };
 
@@ -103,7 +104,7 @@ class World {
     if (!wrong_.empty()) return wrong_;
     for (const auto &rank : ranks_) {
       if (rank->fingerprint == ranks_[0]->fingerprint) continue;
-      coverage_->refused++;  // by all: they compare before the first message
+      coverage_->refused++;  // all ranks raise: they compare fingerprints before the first message
       return "";
     }
     for (const Fault &f : spec_.faults)
@@ -178,7 +179,7 @@ class World {
     rank->multiplied.resize(sizes.size());
   }
 
-  // One action of one rank. Returns whether there was one.
+  // Lets a random rank perform one action. Returns false if no rank can.
   bool Move() {
     std::vector<int64_t> able;
     bool running = false;
@@ -212,14 +213,14 @@ class World {
 
   Rank &At(int64_t r) { return *ranks_[static_cast<size_t>(r)]; }
 
-  // The collective that is waited for in an action.
+  // The collective that an action waits for, if any.
   static std::optional<size_t> WaitedFor(const Rank &rank, const tx_muon_action &action) {
     if (action.kind == TX_MUON_RECEIVE) return rank.gathers.at(action.round).collective;
     if (action.kind == TX_MUON_INSTALL) return rank.scatters.at(action.round).collective;
     return {};
   }
 
-  // Whether it is not there yet, but may be.
+  // Whether the rank has to wait: some running rank has not joined the collective yet.
   bool Waits(int64_t r) {
     const auto collective = At(r).current ? WaitedFor(At(r), *At(r).current) : std::nullopt;
     if (!collective) return false;
@@ -289,7 +290,7 @@ class World {
     Hold(rank, Bytes(Travels(param), made->size()));
   }
 
-  // Gives to the next collective, and notes what the message holds beside what was there.
+  // Joins the next collective, and records the additional memory that the message holds.
   Message Start(Rank *rank, Given given, int64_t holds) {
     if (collectives_.size() == rank->started)
       collectives_.push_back({std::vector<std::optional<Given>>(static_cast<size_t>(spec_.world))});
@@ -341,8 +342,8 @@ class World {
     tx_muon_exchange_sizes(rank->machine, round, come->data(), go->data());
   }
 
-  // What came to a rank, in the order of those who sent it. What goes to a rank stands in `sent` after what goes to the
-  // ones before.
+  // The elements that a rank received, in the order of the ranks that sent them. In `sent`, the elements for a rank
+  // follow those for the previous ranks.
   Elements Arrived(Rank *rank, size_t collective) {
     Elements found;
     const auto own = static_cast<size_t>(rank->args.rank);
@@ -504,7 +505,7 @@ Spec Generate(uint64_t seed) {
     const int64_t other = Pick(&random, 0, spec.world - 1);
     const int64_t left_out = Pick(&random, 0, static_cast<int64_t>(spec.params.size()) - 1);
     spec.faults = {{Ill::kOtherPlan, other, left_out}};
-    if (Pick(&random, 0, 1)) {  // the others leave out another one like it
+    if (Pick(&random, 0, 1)) {  // all other ranks leave out an identical parameter instead
       spec.params.push_back(spec.params[static_cast<size_t>(left_out)]);
       for (int64_t r = 0; r < spec.world; r++)
         if (r != other) spec.faults.push_back({Ill::kOtherPlan, r, static_cast<int64_t>(spec.params.size()) - 1});
@@ -547,7 +548,7 @@ Spec Shrink(Spec spec) {
       less.faults.erase(less.faults.begin() + static_cast<int64_t>(i));
       if ((smaller = fails(less))) spec = less;
     }
-    const bool by_number = !spec.faults.empty();  // of what a fault may be at
+    const bool by_number = !spec.faults.empty();  // faults refer to matrices by number, which would change
     for (size_t p = spec.params.size(); p-- > 0 && !smaller && !by_number;) {
       Spec less = spec;
       less.params.erase(less.params.begin() + static_cast<int64_t>(p));
