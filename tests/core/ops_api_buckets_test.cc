@@ -1,7 +1,7 @@
 // Random calls for gradient statistics, buckets, casts, masters and messages, some with illegal arguments
 // (api_check.h).
 #include "tests/core/api_check.h"
-// must follow gtest.h: uses EXPECT_EQ
+// after api_check.h, for EXPECT_EQ
 #include "tests/core/api_buckets.h"
 
 namespace {

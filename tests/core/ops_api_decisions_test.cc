@@ -1,6 +1,6 @@
 // Random calls for dtypes, the policy and the loss scale, some with illegal arguments (api_check.h).
 #include "tests/core/api_check.h"
-// must follow gtest.h: uses EXPECT_EQ
+// after api_check.h, for EXPECT_EQ
 #include "tests/core/api_decisions.h"
 
 namespace {

@@ -1,4 +1,5 @@
-// The average of masters that tx_adamw keeps: against a reference in plain C++, and against float64 over many steps.
+// The averages of masters that tx_adamw keeps: compared with a reference in plain C++, and with float64 over many
+// steps.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -81,13 +82,14 @@ TEST_P(EveryRow, BitsDependOnNoInstructionSetNorThread) {
   });
 }
 
-// One update from the state before it: fp32 exactly, the others the neighbour below or above, and up by threshold.
+// One update from the previous state: fp32 exactly; the narrower formats give one of the two neighbours, and the right
+// mean.
 TEST_P(EveryRow, AnAverageGoesTowardsTheMasterByTheShareThatDecayLeaves) {
   const auto [combo, kept] = GetParam();
   Averaged a(combo, 3000, kept);
   ASSERT_EQ(a.Step(1e-1, nullptr, nullptr), TX_OK);
   const double ulp = kept == Kept::kBf16 ? 0x1p-7 : 0x1p-15;
-  for (int64_t i = 0; i < a.p.n; i++) /* the first is the master */
+  for (int64_t i = 0; i < a.p.n; i++) /* the first average is the master itself */
     ASSERT_LE(std::fabs(a.Average(i) - a.Master(i)), kept == Kept::kF32 ? 0.0 : ulp * std::fabs(a.Master(i)));
   for (uint32_t step = 0; step < 5; step++) {
     std::vector<float> before;
@@ -107,7 +109,7 @@ TEST_P(EveryRow, AnAverageGoesTowardsTheMasterByTheShareThatDecayLeaves) {
       mean += sign * (a.Average(i) - before[i]);
       moved += sign * (want - before[i]);
     }
-    EXPECT_NEAR(mean / moved, 1.0, kept == Kept::kBf16 ? 0.6 : 0.01); /* in the mean right, however small */
+    EXPECT_NEAR(mean / moved, 1.0, kept == Kept::kBf16 ? 0.6 : 0.01); /* the mean is right even for small changes */
   }
 }
 
@@ -117,7 +119,7 @@ INSTANTIATE_TEST_SUITE_P(
       return Name(std::get<0>(info.param)) + "_ema_" + kNames[static_cast<int>(std::get<1>(info.param))];
     });
 
-// Every second step only, with the decay as it is.
+// With ema_every = 2 only every second step updates the average, with an unchanged decay.
 TEST(StepEma, OtherStepsLeaveItAlone) {
   Averaged a(kBf16, 500, Kept::kF32);
   a.every = 2;
@@ -131,7 +133,7 @@ TEST(StepEma, OtherStepsLeaveItAlone) {
   }
 }
 
-// rms(error) / rms(weight) against float64 after 1e5 steps at 0.9999, and by how much to nearest would be off.
+// rms(error) / rms(average) compared with float64, after 100000 steps with decay 0.9999.
 TEST(StepEma, AfterManyStepsItIsTheAverage) {
 #ifdef TX_SLOW
   const int64_t steps = 3000;
@@ -172,8 +174,8 @@ TEST(StepEma, AfterManyStepsItIsTheAverage) {
   }
 }
 
-// 24 bits: a number that has no more stays, whatever the threshold; the mean over thresholds is the sum, also of what
-// fp32 lacks of it; the ends stay.
+// Rounding to 24 bits. A number that fits stays, whatever the threshold. The mean over all thresholds is the exact sum,
+// including the part that fp32 cannot hold. Inf, NaN and the largest numbers are kept.
 TEST(StepEma, RoundingTo24BitsIsOfTheSumItself) {
   const float numbers[] = {1.0f, -1.0f, 1.9999f, 3e-5f, -7e10f};
   for (const float x : numbers) {
