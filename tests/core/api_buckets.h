@@ -187,7 +187,7 @@ inline void Cast(Call *call) {
   call->run = [=](tx_error *error) { return tx_cast(args, call->parallel, error); };
 }
 
-// -- parallel lists of tensors: accumulate, masters
+// -- parallel lists of tensors: accumulate, masters -------------------------------------------------------------------
 
 struct Lists {
   int64_t n;

@@ -40,7 +40,7 @@ class Call {
   std::string extra;  // results that are not in the call's memory
   tx_parallel *parallel = nullptr;
 
-  // -- memory: each block between guards of its own, compared as a whole
+  // -- memory: each block between guards of its own, compared as a whole ----------------------------------------------
 
   template <typename T>
   T *New(int64_t n = 1, T value = {}) {

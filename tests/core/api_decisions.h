@@ -187,7 +187,7 @@ inline void PolicyDescribe(Call *call) {
   };
 }
 
-// -- loss scale
+// -- loss scale -------------------------------------------------------------------------------------------------------
 
 inline void ScaleFromPolicy(Call *call) {
   Resolved *r = MakePolicy(call, true);

@@ -24,7 +24,7 @@ struct Cluster {
   int ranks_per_node = 1;
   Link within, between;  // to ranks of the same node, and to other nodes
   double node_bytes_per_second =
-      0;  // shared by all ranks of a node, per direction, for traffic with other nodes; 0: no such limit
+      0;                            // traffic with other nodes, per direction, of all ranks of a node; 0: no such limit
   double post_seconds = 0;          // processor time of a rank for each message that it sends
   double sum_bytes_per_second = 0;  // rate at which a rank sums received chunks; 0: summing takes no time
   int64_t in_flight = 4;            // reductions that a rank has in flight at most; further ones are queued

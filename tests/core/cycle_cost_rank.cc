@@ -165,8 +165,7 @@ void Rank::Read() {
   tx_cycle_read(cycle_, rows.data(), scratch.data(), 0);
 }
 
-// -- exchanges: numbered in the order in which they are posted, which is the same on all ranks
-// ---------------------------
+// -- exchanges: numbered in the order in which they are posted, which is the same on all ranks ------------------------
 
 Rank::Exchange &Rank::At(size_t exchange) {
   if (exchange >= exchanges_.size()) exchanges_.resize(exchange + 1);

@@ -17,9 +17,8 @@ struct Bucket {
   int64_t numel = 0;           // padded
   int64_t wire_bytes = 0;      // of the whole bucket: the parts of all ranks
   int64_t gathered_bytes = 0;  // bytes of the sums that are all-gathered; 0 if they are not
-  int64_t weight_bytes =
-      0;  // bytes of the weights that are all-gathered after the step; 0 if every rank steps whole parameters
-  int64_t memory = 0;  // extra bytes allocated while the bucket is being reduced
+  int64_t weight_bytes = 0;    // all-gathered after the step; 0 if every rank steps whole parameters
+  int64_t memory = 0;          // extra bytes allocated while the bucket is being reduced
 };
 
 // The layout; the same on every rank.

@@ -18,8 +18,7 @@ struct Wrong {
   std::string what;
 };
 
-// -- network: what all ranks have posted under one tag
-// ------------------------------------------------------------------
+// -- network: what all ranks have posted under one tag ----------------------------------------------------------------
 
 struct Exchange {
   int posts = 0;

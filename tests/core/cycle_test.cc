@@ -352,8 +352,7 @@ TEST(Cycle, BadArgumentsAreTold) {
   EXPECT_EQ(rebuilt, nullptr);
 }
 
-// -- every event, in every state that a small machine can reach
-// ---------------------------------------------------------
+// -- every event, in every state that a small machine can reach -------------------------------------------------------
 
 using Event = std::function<int32_t(Machine &)>;
 

@@ -16,7 +16,7 @@
 
 namespace cycle_world {
 
-// -- what is run -----------------------------------------------------------------------------------------------------
+// -- what is run ------------------------------------------------------------------------------------------------------
 
 enum class Do {
   kBackward,
@@ -45,8 +45,7 @@ enum class Ill {
   kAssigned,       // `.grad` of parameter `at` is replaced by another tensor before step `step`
   kHeldBack,       // this rank's network is slow
   kInterruptStep,  // Ctrl-C in step `step`, after `at` buckets have been written
-  kRaiseInHook     // a user's hook raises after `.grad` of parameter `at` is accumulated and before torch_ext's hook is
-                   // called
+  kRaiseInHook     // a user's hook raises between the accumulation of `.grad` of parameter `at` and torch_ext's hook
 };
 
 struct Fault {
@@ -75,7 +74,7 @@ struct Spec {
 Spec Generate(uint64_t seed);
 std::string Text(const Spec &spec);
 
-// -- what was observed -----------------------------------------------------------------------------------------------
+// -- what was observed ------------------------------------------------------------------------------------------------
 
 enum Event {
   kBegin,

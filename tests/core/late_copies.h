@@ -51,8 +51,7 @@ class LateCopies {
   int64_t bytes[2] = {0, 0};                         // by direction
   int64_t marks[2] = {0, 0};                         // by direction
   std::map<int64_t, std::set<std::thread::id>> who;  // the threads that marked a slot
-  int64_t most_under_way =
-      0;  // the largest number of marks on the way down that had no mark on the way up yet, of one slot
+  int64_t most_under_way = 0;  // of a slot: the largest number of marks on the way down without one on the way up
 
  private:
   struct Way {

@@ -41,8 +41,7 @@ Param RandomParam(std::mt19937_64 *random, int64_t world) {
   return p;
 }
 
-// -- messages and what they contain
-// --------------------------------------------------------------------------------------
+// -- messages and what they contain -----------------------------------------------------------------------------------
 
 // An element that records its origin, and whether it belongs to a momentum or to an update.
 struct Element {

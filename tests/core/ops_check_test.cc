@@ -150,7 +150,7 @@ TEST(CheckOverlap, NotesTheOrderThatItFinds) {
   EXPECT_EQ(std::vector<int32_t>(places, places + 4), (std::vector<int32_t>{1, 3, 0, 2}));
 }
 
-// -- small checks -----------------------------------------------------------------------------------------------
+// -- small checks -----------------------------------------------------------------------------------------------------
 
 TEST(CheckFixed, OneShapeOneDtypeAndPerhapsNone) {
   tx_error error = {};
@@ -188,7 +188,7 @@ TEST(CheckRounding, KnowsThree) {
     EXPECT_EQ(tx_check_rounding("r", rounding, nullptr), TX_ERROR_ILLEGAL_VALUE);
 }
 
-// -- device memory ----------------------------------------------------------------------------------------------
+// -- device memory ----------------------------------------------------------------------------------------------------
 
 // A tensor at an address that the host cannot read.
 tx_tensor Device(int page, int64_t numel, tx_dtype dtype) {

@@ -97,8 +97,7 @@ struct Program {
   std::vector<tx_delta_piece> pieces;
 };
 
-// -- what is expected
-// ---------------------------------------------------------------------------------------------------
+// -- what is expected -------------------------------------------------------------------------------------------------
 
 // The address of each element of each parameter, found element by element; nullptr: the engine does not hold it.
 struct Truth {
@@ -245,7 +244,7 @@ TEST(DeltaPieces, OpenAndReceiveAsEveryElementSays) {
   EXPECT_GT(tally.refused, 100);
 }
 
-// -- absurd numbers -------------------------------------------------------------------------------------------------
+// -- absurd numbers ---------------------------------------------------------------------------------------------------
 
 constexpr int64_t kMost = int64_t{1} << 56;
 

@@ -26,7 +26,7 @@
 
 namespace {
 
-// -- the questions ------------------------------------------------------------------------------------------------
+// -- the questions ----------------------------------------------------------------------------------------------------
 
 // Collects all bytes of the results, and the messages of all errors.
 class Answer {
@@ -631,7 +631,7 @@ void PrintTo(const Question &question, std::ostream *out) {
   *out << question.id;
 }
 
-// -- the environments ---------------------------------------------------------------------------------------------
+// -- the environments -------------------------------------------------------------------------------------------------
 
 std::string Ask(const Question &question) {
   Answer answer;

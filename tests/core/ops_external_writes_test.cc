@@ -184,7 +184,8 @@ INSTANTIATE_TEST_SUITE_P(Masters, Kinds,
                                          kStaged),
                          [](const auto &info) { return adamw_call::Name(info.param); });
 
-/* -- what changes a checksum --------------------------------------------------------------------------------------- */
+/* -- what changes a checksum
+ * ------------------------------------------------------------------------------------------ */
 
 TEST(Checksum, EveryWeightBesideRemaindersCounts) {
   Watched w(adamw_call::kRemainder, 2 * 1024 + 77);

@@ -595,8 +595,7 @@ TEST(Refused, WhatCannotBeLeftBehind) {
   ExpectRefused(tx_muon_update(few.Asking(), nullptr, &error), TX_ERROR_SHAPE, error, "changed[2]");
 }
 
-// -- illegal arguments
-// --------------------------------------------------------------------------------------------------
+// -- illegal arguments ------------------------------------------------------------------------------------------------
 
 TEST(Refused, PartsThatAreNoMatrices) {
   const std::vector<std::vector<tx_muon_part>> wrong = {

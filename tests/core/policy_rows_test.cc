@@ -8,7 +8,7 @@
 
 namespace {
 
-// -- parameters of another dtype in the same model ------------------------------------------------------------------
+// -- parameters of another dtype in the same model --------------------------------------------------------------------
 
 struct Row {
   const char *id;

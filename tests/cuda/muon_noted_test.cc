@@ -1,4 +1,4 @@
-// What tx_cuda_muon_update leaves behind beside states has the CPU's bits: changes, bounds, distances, averages, sums.
+// tx_cuda_muon_update's optional outputs must have the CPU's bits: changes, bounds, distances, averages, sums.
 #include <random>
 
 #include "tests/cuda/muon_update_pair.h"
@@ -12,7 +12,7 @@ struct Asked {
   Kept ema = Kept::k24;
 };
 
-// One side's, with what it leaves behind.
+// One side with its optional outputs.
 struct Noting : Update {
   std::vector<Array> changed, moved, distances, emas, lows, healths;
   std::vector<tx_tensor> left[6];
@@ -38,7 +38,8 @@ struct Noting : Update {
     args.emas = left[3].data(), args.ema_lows = left[4].data(), args.healths = left[5].data();
     return Update::Args();
   }
-  // Matrices of any numbers of elements, one alone among them, whose rates are sometimes those of the one before.
+  // Cuts the tensors into matrices of any size, including one of a single element. Some have the rates of the matrix
+  // before.
   void CutAnew(uint32_t seed) {
     std::mt19937 random(seed);
     parts.clear(), rates.clear();
@@ -70,7 +71,7 @@ void ExpectSame(const Noting &ours, const Noting &theirs) {
   ExpectSameBytes(ours.healths, theirs.healths);
 }
 
-// Both step, to updates of that size.
+// Both sides take a step with updates of the given size.
 void Step(Noting *ours, Noting *theirs, uint32_t seed, float size = 1.0f) {
   for (Noting *u : {ours, theirs})
     for (size_t i = 0; i < u->updates.size(); i++)
@@ -90,7 +91,7 @@ TEST_P(EveryNoting, LeavesTheCpusBitsBehind) {
       Noting ours(weight, update, misalign), theirs(weight, update, misalign);
       for (uint32_t step = 0; step < 4; step++) {
         for (Noting *u : {&ours, &theirs}) {
-          u->args.on_external_write = step == 0 ? TX_EXTERNAL_IGNORE : external;  // the first makes checksums
+          u->args.on_external_write = step == 0 ? TX_EXTERNAL_IGNORE : external;  // the first step makes the checksums
           u->args.ema_every = misalign == 1 ? 2 : 1;
           if (step == 2) u->Spoil();
         }
