@@ -1,3 +1,4 @@
+// The phases of each collective (cycle_cost_exchange.h).
 #include "tests/core/cycle_cost_exchange.h"
 
 #include <algorithm>

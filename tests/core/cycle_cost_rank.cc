@@ -1,3 +1,4 @@
+// The simulated rank (cycle_cost_rank.h).
 #include "tests/core/cycle_cost_rank.h"
 
 #include <algorithm>

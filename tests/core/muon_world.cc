@@ -1,3 +1,4 @@
+// The simulated ranks, network and tensors of Muon's exchange (muon_world.h), and the checks of a run.
 #include "tests/core/muon_world.h"
 
 #include <algorithm>

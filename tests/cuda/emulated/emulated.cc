@@ -1,3 +1,4 @@
+// The emulated CUDA (cuda_runtime.h): fibers, the threads and barriers of a block, devices, streams and events.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
