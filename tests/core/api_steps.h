@@ -76,7 +76,7 @@ struct Weights {
       checksums[i] = call->Tensor(Blocks(numel, weight.master == TX_I16 ? TX_CHECKSUM : TX_SAMPLED), TX_I64);
     steps[i] = call->F32(static_cast<float>(random.Below(100)));
     meta[i] = {random.I64(), TX_BLOCK * static_cast<int64_t>(random.Below(3)), 0};
-    if (random.OneIn(2)) LeaveBehind(call, i);
+    if (random.OneIn(2)) AddOutputs(call, i);
     for (const auto &[name, list] : {std::pair{"params", params},
                                      {"masters", masters},
                                      {"checksums", checksums},
@@ -95,7 +95,7 @@ struct Weights {
                  [=] { std::memcpy(static_cast<void *>(step), &wrong, sizeof wrong); });
     if (i > 0) call->Overlaps("params[" + std::to_string(i) + "]", &params[i], &params[0]);
   }
-  void LeaveBehind(Call *call, int64_t i) {
+  void AddOutputs(Call *call, int64_t i) {
     Random &random = call->random;
     const int64_t numel = params[i].numel;
     changed[i] = call->Tensor((numel + 7) / 8, TX_U8);

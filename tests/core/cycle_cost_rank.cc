@@ -198,11 +198,11 @@ void Rank::StartQueued() {
 
 void Rank::Start(size_t exchange) {
   At(exchange).posted = true;
-  GoOn(exchange);
+  SendPhase(exchange);
 }
 
 // Sends the messages of the exchange's current phase.
-void Rank::GoOn(size_t exchange) {
+void Rank::SendPhase(size_t exchange) {
   const Exchange &e = At(exchange);
   if (e.phase == e.phases.size()) return Finish(exchange);
   const Network &network = world_->network;
@@ -238,7 +238,7 @@ void Rank::Arrived(size_t exchange, size_t phase, double time) {
   world_->clock.At(summed, [this, exchange] {
     At(exchange).sums = false;
     At(exchange).phase++;
-    GoOn(exchange);
+    SendPhase(exchange);
   });
 }
 

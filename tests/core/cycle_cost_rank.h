@@ -91,7 +91,7 @@ class Rank {
   void Post(std::vector<Phase> phases, int64_t Sent::*counter, int64_t slots, int64_t memory);
   void StartQueued();
   void Start(size_t exchange);
-  void GoOn(size_t exchange);
+  void SendPhase(size_t exchange);
   void Finish(size_t exchange);
   bool WaitFor(size_t exchange);
   Exchange &At(size_t exchange);

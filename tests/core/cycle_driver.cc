@@ -19,7 +19,7 @@ void Rank::Post(int64_t tag, Exchange **exchange) {
   Exchange &e = world->exchanges[tag];
   int64_t delay = 1 + static_cast<int64_t>(world->random() % 8);
   for (const Fault &fault : world->spec.faults)
-    if (fault.what == Ill::kHeldBack && fault.rank == rank) delay += 40;
+    if (fault.what == FaultKind::kHeldBack && fault.rank == rank) delay += 40;
   e.posts++;
   e.ready_at = std::max(e.ready_at, world->now + delay);
   *exchange = &e;
@@ -92,7 +92,7 @@ bool Rank::Wait(const tx_cycle_action &action) {
   if (!waiting) {
     waiting = true;
     for (const Fault &fault : world->spec.faults) {
-      if (fault.what == Ill::kInterrupt && (fault.rank < 0 || fault.rank == rank) && fault.at == waits_) {
+      if (fault.what == FaultKind::kInterrupt && (fault.rank < 0 || fault.rank == rank) && fault.at == waits_) {
         waits_++;
         Throw();
         return false;
@@ -308,7 +308,7 @@ bool Rank::NextWeight() {
   int64_t buckets = 0;
   for (const int64_t bucket : bucket_of_)
     buckets = std::max(buckets, bucket + 1);
-  if (Suffers(Ill::kInterruptStep, next_weight_)) {
+  if (HasFault(FaultKind::kInterruptStep, next_weight_)) {
     Throw();
     return true;
   }

@@ -43,7 +43,7 @@ void Rank::Accumulate(int i) {
   Gradient &g = grads[static_cast<size_t>(i)];
   const int step = program[static_cast<size_t>(pc)];
   const int64_t value = ValueOf(spec, rank, step, i);
-  const bool nan = Suffers(Ill::kNonfinite, i);
+  const bool nan = HasFault(FaultKind::kNonfinite, i);
   if (spec.kind == TX_CYCLE_UNITS) {
     g.held = true, g.held_value = value, g.held_nan = nan;
     g.own += value, g.has_own = true;
@@ -60,7 +60,7 @@ void Rank::Accumulate(int i) {
   } else {
     g.assigned += value, g.nan |= nan;
   }
-  if (!Suffers(Ill::kRaiseInHook, i)) Prepare(i, TX_PREPARE_TAKE);
+  if (!HasFault(FaultKind::kRaiseInHook, i)) Prepare(i, TX_PREPARE_TAKE);
 }
 
 // Writes the sums of a message. In torch_ext another thread does this, as soon as all parts have arrived.
@@ -181,7 +181,7 @@ void Rank::CheckStep() {
     own.push_back(g.there && spec.kind != TX_CYCLE_UNITS && spec.kind != TX_CYCLE_DDP_HOOK);
   Count(kCheckStep);
   const bool refused = tx_cycle_check_step(cycle, own.data()) < 0;
-  if (tx_cycle_failure(cycle)) CheckToldOfFailure(refused);
+  if (tx_cycle_failure(cycle)) CheckFailureReported(refused);
   world->coverage->refused_steps += refused;
   if (!refused) {
     world->coverage->steps_taken++;

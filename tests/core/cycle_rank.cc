@@ -12,7 +12,7 @@ Rank::Rank(World *w, int r) : world(w), rank(r) {
   for (size_t s = 0; s < spec.steps_of_program.size(); s++)
     program.push_back(static_cast<int>(s));
   for (const Fault &fault : spec.faults) {
-    if (fault.what != Ill::kSkipped || (fault.rank >= 0 && fault.rank != r)) continue;
+    if (fault.what != FaultKind::kSkipped || (fault.rank >= 0 && fault.rank != r)) continue;
     program.erase(std::remove(program.begin(), program.end(), fault.step), program.end());
   }
   grads.resize(n);
@@ -72,7 +72,7 @@ void Rank::Count(Event event) {
   world->coverage->events[static_cast<size_t>(tx_cycle_phase_of(cycle))][event]++;
 }
 
-bool Rank::Suffers(Ill what, int at) const {
+bool Rank::HasFault(FaultKind what, int at) const {
   for (const Fault &fault : world->spec.faults) {
     if (fault.what == what && (fault.rank < 0 || fault.rank == rank) && fault.at == at &&
         fault.step == program[static_cast<size_t>(pc)]) {
@@ -84,7 +84,7 @@ bool Rank::Suffers(Ill what, int at) const {
 
 bool Rank::IsFrozen(int i) const {
   for (const Fault &fault : world->spec.faults) {
-    if (fault.what == Ill::kFrozen && (fault.rank < 0 || fault.rank == rank) && fault.at == i &&
+    if (fault.what == FaultKind::kFrozen && (fault.rank < 0 || fault.rank == rank) && fault.at == i &&
         (finished() || program[static_cast<size_t>(pc)] >= fault.step)) {
       return true;
     }
@@ -122,7 +122,7 @@ void Rank::Fail(const std::string &text) {
 }
 
 // After a permanent failure every call has to be rejected with the failure's text.
-void Rank::CheckToldOfFailure(bool refused) const {
+void Rank::CheckFailureReported(bool refused) const {
   if (!refused) throw Wrong{"a backward or step is legal after a failure for good"};
   if (!std::strstr(tx_cycle_refusal(cycle), tx_cycle_failure(cycle))) throw Wrong{"a refusal does not say what failed"};
 }
@@ -133,11 +133,11 @@ void Rank::StartOp() {
     if ((fault.rank >= 0 && fault.rank != rank) || fault.step != program[static_cast<size_t>(pc)]) continue;
     Gradient &g = grads[static_cast<size_t>(fault.at) % grads.size()];
     const bool shards = Shards(world->spec);
-    if (fault.what == Ill::kDropped && !shards) {
+    if (fault.what == FaultKind::kDropped && !shards) {
       g.there = g.in_place = g.nan = g.has_own = false;
       g.own = g.expected = 0;
     }
-    if (fault.what == Ill::kAssigned && world->spec.kind != TX_CYCLE_UNITS) {
+    if (fault.what == FaultKind::kAssigned && world->spec.kind != TX_CYCLE_UNITS) {
       g.there = true, g.in_place = false, g.nan = false;
       g.assigned = g.own = world->spec.world * 11;
       if (!shards) g.expected = 0;
@@ -163,7 +163,7 @@ void Rank::StartOp() {
   Count(kBegin);
   const bool failed = tx_cycle_failure(cycle) != nullptr;
   const bool refused = tx_cycle_begin(cycle, step.sync, world->spec.steps) < 0;
-  if (failed) CheckToldOfFailure(refused);
+  if (failed) CheckFailureReported(refused);
   if (!refused) CheckWeights();
   if (refused) {
     if (!failed && !tx_cycle_partly_stepped(cycle))
@@ -178,7 +178,7 @@ bool Rank::NextGiven() {
   const Spec &spec = world->spec;
   const Step &step = spec.steps_of_program[static_cast<size_t>(program[static_cast<size_t>(pc)])];
   const int n = static_cast<int>(spec.buffer_of.size());
-  if (Suffers(Ill::kRaise, next_unit_)) {
+  if (HasFault(FaultKind::kRaise, next_unit_)) {
     Throw();
     return true;
   }
@@ -194,7 +194,7 @@ bool Rank::NextGiven() {
   int numel = 0;
   for (int i : step.order) {
     if (bucket_of_[static_cast<size_t>(i)] != unit) continue;
-    const bool used = !Suffers(Ill::kUnused, i) && !IsFrozen(i);
+    const bool used = !HasFault(FaultKind::kUnused, i) && !IsFrozen(i);
     if (used) {
       Accumulate(i);
       given_ready_.push_back(i);
@@ -210,11 +210,11 @@ bool Rank::NextGiven() {
 }
 
 // Reports all gradients that are ready to the machine.
-void Rank::Tell() {
+void Rank::ReportReady() {
   Count(kReady);
-  const auto n = static_cast<int64_t>(untold_.size());
-  if (tx_cycle_ready_several(cycle, untold_.data(), n) < 0) throw Wrong{tx_cycle_refusal(cycle)};
-  untold_.clear();
+  const auto n = static_cast<int64_t>(unreported_.size());
+  if (tx_cycle_ready_several(cycle, unreported_.data(), n) < 0) throw Wrong{tx_cycle_refusal(cycle)};
+  unreported_.clear();
 }
 
 bool Rank::NextGradient() {
@@ -229,33 +229,34 @@ bool Rank::NextGradient() {
     given_ready_.clear();
     return NextGiven();
   }
-  if (Suffers(Ill::kRaise, static_cast<int>(next_grad_))) {
+  if (HasFault(FaultKind::kRaise, static_cast<int>(next_grad_))) {
     Throw();
     return true;
   }
   if (next_grad_ == step.order.size()) {
     at_ = At::kEnding;
-    Tell();
+    ReportReady();
     Count(kEnd);
     if (tx_cycle_end(cycle) < 0) throw Wrong{tx_cycle_refusal(cycle)};
     return true;
   }
   const int i = step.order[next_grad_++];
-  if (Suffers(Ill::kUnused, i) || IsFrozen(i)) return true;
+  if (HasFault(FaultKind::kUnused, i) || IsFrozen(i)) return true;
   Accumulate(i);
-  if (Suffers(Ill::kRaiseInHook, i)) {
+  if (HasFault(FaultKind::kRaiseInHook, i)) {
     Throw();
     return true;
   }
-  untold_.push_back(i);
-  if (!spec.tells_late || (spec.seed >> (i * 3 + rank) % 31 & 3) == 0) Tell();
+  unreported_.push_back(i);
+  if (!spec.reports_late || (spec.seed >> (i * 3 + rank) % 31 & 3) == 0) ReportReady();
   return true;
 }
 
 // Whether this rank is stopped (SIGSTOP); it goes on when the other ranks have given up.
 bool Rank::IsStalled() const {
   for (const Fault &fault : world->spec.faults) {
-    if (fault.what == Ill::kStalled && fault.rank == rank && fault.at <= moves && !world->group_failed) return true;
+    if (fault.what == FaultKind::kStalled && fault.rank == rank && fault.at <= moves && !world->group_failed)
+      return true;
   }
   return false;
 }
@@ -263,7 +264,7 @@ bool Rank::IsStalled() const {
 bool Rank::Move() {
   if (finished()) return false;
   for (const Fault &fault : world->spec.faults) {
-    if (fault.what == Ill::kLost && fault.rank == rank && fault.at <= moves) {
+    if (fault.what == FaultKind::kLost && fault.rank == rank && fault.at <= moves) {
       lost = true;
       return true;
     }
@@ -277,7 +278,7 @@ bool Rank::Move() {
       std::vector<uint8_t> modified;
       for (const Gradient &g : grads)
         modified.push_back(g.there);
-      if (!untold_.empty()) Tell();
+      if (!unreported_.empty()) ReportReady();
       Count(kDied);
       tx_cycle_died(cycle, world->spec.kind <= TX_CYCLE_OPTIM ? modified.data() : nullptr);
       dead_ = false;

@@ -123,7 +123,7 @@ class Rank {
   void StartOp();
   bool NextGradient();
   bool NextGiven();
-  void Tell();
+  void ReportReady();
   void Accumulate(int i);
   void Prepare(int64_t i, int32_t flags);
   int32_t KindOfGrad(int64_t i) const;
@@ -132,11 +132,11 @@ class Rank {
   void Apply(Message *message, bool discard);
   void Install();
   void CheckStep();
-  void CheckToldOfFailure(bool refused) const;
+  void CheckFailureReported(bool refused) const;
   void CompareWithOracle(const Expected &expected, bool refused);
   void ZeroGrad();
   void CompareSums();
-  bool Suffers(Ill what, int at) const;
+  bool HasFault(FaultKind what, int at) const;
   bool IsFrozen(int i) const;
   void NextOp();
   void Post(int64_t tag, Exchange **exchange);
@@ -155,9 +155,9 @@ class Rank {
   At at_ = At::kOpStart;
   size_t next_grad_ = 0;
   int next_unit_ = 0;
-  std::vector<int64_t> untold_;   // gradients that are ready and not yet reported to the machine
-  std::vector<int> given_ready_;  // parameters of the unit that was handed to the machine
-  bool dead_ = false;             // the last backward raised
+  std::vector<int64_t> unreported_;  // gradients that are ready and not yet reported to the machine
+  std::vector<int> given_ready_;     // parameters of the unit that was handed to the machine
+  bool dead_ = false;                // the last backward raised
   bool in_backward_ = false;
   bool waiting = false;
   bool report_posted_ = false, order_posted_ = false;
@@ -215,29 +215,29 @@ class World {
       const bool one = fault.rank >= 0 && spec.world > 1;
       const bool units = spec.kind == TX_CYCLE_UNITS;
       switch (fault.what) {
-        case Ill::kLost:
-        case Ill::kStalled:
+        case FaultKind::kLost:
+        case FaultKind::kStalled:
           asymmetric = true;
           break;
-        case Ill::kInterruptStep:
-        case Ill::kInterrupt:  // the interrupted wait is another one on every rank
+        case FaultKind::kInterruptStep:
+        case FaultKind::kInterrupt:  // the interrupted wait is another one on every rank
           asymmetric |= spec.world > 1;
           break;
-        case Ill::kRaise:
-        case Ill::kRaiseInHook:
+        case FaultKind::kRaise:
+        case FaultKind::kRaiseInHook:
           asymmetric |= one || OneRankDiffers();
           break;
-        case Ill::kSkipped:
+        case FaultKind::kSkipped:
           asymmetric |= one;
           break;
-        case Ill::kUnused:
-        case Ill::kFrozen:
+        case FaultKind::kUnused:
+        case FaultKind::kFrozen:
           asymmetric |= one && (units || refuses);
           break;
-        case Ill::kDropped:  // the rank has no unreduced gradient then: only the other ranks' step() is rejected
+        case FaultKind::kDropped:  // the rank has no unreduced gradient then: only the other ranks' step() is rejected
           asymmetric |= one && refuses;
           break;
-        case Ill::kAssigned:  // only this rank's step() is rejected
+        case FaultKind::kAssigned:  // only this rank's step() is rejected
           asymmetric |= one && spec.kind == TX_CYCLE_OPTIM_GRADS;
           break;
         default:
@@ -252,8 +252,8 @@ class World {
   // messages.
   bool OneRankDiffers() const {
     for (const Fault &fault : spec.faults) {
-      const bool differs = fault.what == Ill::kUnused || fault.what == Ill::kFrozen || fault.what == Ill::kAssigned ||
-                           fault.what == Ill::kDropped;
+      const bool differs = fault.what == FaultKind::kUnused || fault.what == FaultKind::kFrozen ||
+                           fault.what == FaultKind::kAssigned || fault.what == FaultKind::kDropped;
       if (differs && fault.rank >= 0 && spec.world > 1) return true;
     }
     return false;
@@ -261,7 +261,8 @@ class World {
 
   bool OneRankAssigns() const {
     for (const Fault &fault : spec.faults) {
-      const bool assigns = fault.what == Ill::kAssigned || fault.what == Ill::kDropped || fault.what == Ill::kSkipped;
+      const bool assigns =
+          fault.what == FaultKind::kAssigned || fault.what == FaultKind::kDropped || fault.what == FaultKind::kSkipped;
       if (assigns && fault.rank >= 0 && spec.world > 1) return true;
     }
     return false;

@@ -129,7 +129,7 @@ TEST(CycleSimulation, LargeWorlds) {
       spec.steps_of_program.push_back({Do::kBackward, true, {3, 2, 1, 0}});
       spec.steps_of_program.push_back({Do::kStep, false, {}});
     }
-    if (kind != TX_CYCLE_DDP_HOOK) spec.faults = {{Ill::kUnused, -1, 0, 1}, {Ill::kFrozen, -1, 2, 2}};
+    if (kind != TX_CYCLE_DDP_HOOK) spec.faults = {{FaultKind::kUnused, -1, 0, 1}, {FaultKind::kFrozen, -1, 2, 2}};
     Coverage coverage;
     EXPECT_EQ(cycle_world::Run(spec, &coverage), "") << Text(spec);
     EXPECT_EQ(coverage.steps_taken, 2 * world);

@@ -32,7 +32,7 @@ struct Step {
   std::vector<int> order;  // order in which the gradients become ready: a permutation of the parameters
 };
 
-enum class Ill {
+enum class FaultKind {
   kRaise,          // backward `step` raises after `at` of its gradients are ready
   kNonfinite,      // the gradient of parameter `at` is not finite in backward `step`
   kUnused,         // parameter `at` gets no gradient in backward `step`
@@ -49,7 +49,7 @@ enum class Ill {
 };
 
 struct Fault {
-  Ill what;
+  FaultKind what;
   int rank;  // -1: every rank
   int step;
   int at;
@@ -64,8 +64,8 @@ struct Spec {
   std::vector<int64_t> rebuilt_bucket_of, rebuilt_buffer_of;  // empty: TX_DO_ORDER keeps the buckets
   std::vector<uint8_t> ends;                                  // by bucket: 1 for the last bucket of each message
   bool check_for_nan = true, find_unused = false, reorder = false, scales_sums = false, steps = false;
-  bool tells_late = false;  // each rank reports most gradients late, together with a later one
-  bool replicated = false;  // the driver waits for a unit's reduction before it goes on
+  bool reports_late = false;  // each rank reports most gradients late, together with a later one
+  bool replicated = false;    // the driver waits for a unit's reduction before it goes on
   int slots = 4;
   std::vector<Step> steps_of_program;
   std::vector<Fault> faults;

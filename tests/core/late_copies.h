@@ -38,7 +38,7 @@ class LateCopies {
   // Makes all outstanding copies.
   void End() {
     for (int way : {0, 1})
-      WorkOff(way, ways_[way].asked());
+      RunTasksUpTo(way, ways_[way].asked());
   }
 
   // Injects failures: which function fails ("copy", "mark", "wait", "follow"), in which direction, from which of its
@@ -96,7 +96,7 @@ class LateCopies {
   tx_status Wait(int up, int64_t slot, tx_error *error) {
     const std::lock_guard<std::recursive_mutex> lock(mutex_);
     if (Called("wait", up, error) != TX_OK) return TX_ERROR_UNAVAILABLE;
-    WorkOff(up, marked_[{up, slot}]);
+    RunTasksUpTo(up, marked_[{up, slot}]);
     return TX_OK;
   }
 
@@ -105,11 +105,11 @@ class LateCopies {
     if (Called("follow", 0, error) != TX_OK) return TX_ERROR_UNAVAILABLE;
     follows_.insert(std::this_thread::get_id());
     const int64_t upto = marked_[{1, slot}];
-    ways_[0].tasks.push_back([=, this] { WorkOff(1, upto); });
+    ways_[0].tasks.push_back([=, this] { RunTasksUpTo(1, upto); });
     return TX_OK;
   }
 
-  void WorkOff(int way, int64_t upto) {
+  void RunTasksUpTo(int way, int64_t upto) {
     const std::lock_guard<std::recursive_mutex> lock(mutex_);
     while (ways_[way].done < upto) {
       const std::function<void()> task = std::move(ways_[way].tasks.front());

@@ -152,7 +152,7 @@ tx_status Plan(const std::vector<double> &sizes, int64_t ranks, std::vector<int3
   return tx_plan_owners(n, sizes.data(), ranks, room.data(), owners->data(), fingerprint, error);
 }
 
-double MostOf(const std::vector<double> &sizes, const std::vector<int32_t> &owners, int64_t ranks) {
+double LargestLoad(const std::vector<double> &sizes, const std::vector<int32_t> &owners, int64_t ranks) {
   std::vector<double> loads(static_cast<size_t>(ranks));
   for (size_t i = 0; i < sizes.size(); i++)
     loads.at(static_cast<size_t>(owners[i])) += sizes[i];
@@ -220,7 +220,7 @@ TEST(Owners, AreBalancedOnRealLayouts) {
       ASSERT_EQ(Plan(sizes, ranks, &again, &other), TX_OK);
       EXPECT_EQ(owners, again);
       EXPECT_EQ(fingerprint, other);
-      const double most = MostOf(sizes, owners, ranks);
+      const double most = LargestLoad(sizes, owners, ranks);
       std::vector<double> loads(static_cast<size_t>(ranks));
       for (double size : descending)
         *std::min_element(loads.begin(), loads.end()) += size;
@@ -261,7 +261,7 @@ TEST(Owners, TakeTheBetterPlanWhereARankHasFewPieces) {
       total += size;
     std::vector<int32_t> owners;
     ASSERT_EQ(Plan(sizes, k.ranks, &owners, nullptr), TX_OK);
-    EXPECT_LE(MostOf(sizes, owners, k.ranks) / (total / static_cast<double>(k.ranks)), k.most) << k.ranks;
+    EXPECT_LE(LargestLoad(sizes, owners, k.ranks) / (total / static_cast<double>(k.ranks)), k.most) << k.ranks;
   }
 }
 

@@ -108,7 +108,7 @@ class World {
       return "";
     }
     for (const Fault &f : spec_.faults)
-      if (f.what == Ill::kOtherPlan) return "the plans differ, and the fingerprints do not";
+      if (f.what == FaultKind::kOtherPlan) return "the plans differ, and the fingerprints do not";
     while (wrong_.empty() && Move())
       continue;
     if (wrong_.empty()) CheckEnd();
@@ -123,7 +123,7 @@ class World {
     if (wrong_.empty()) wrong_ = text.str();
   }
 
-  const Fault *FaultOf(Ill what, int64_t rank, int64_t at) const {
+  const Fault *FaultOf(FaultKind what, int64_t rank, int64_t at) const {
     for (const Fault &f : spec_.faults)
       if (f.what == what && (rank < 0 || f.rank == rank) && (at < 0 || f.at == at)) return &f;
     return nullptr;
@@ -136,7 +136,7 @@ class World {
     std::vector<int64_t> ids;
     int64_t n_params = 0;
     for (size_t p = 0; p < spec_.params.size(); p++) {
-      if (FaultOf(Ill::kOtherPlan, r, static_cast<int64_t>(p))) continue;
+      if (FaultOf(FaultKind::kOtherPlan, r, static_cast<int64_t>(p))) continue;
       const Param &param = spec_.params[p];
       int64_t begin = 0;
       for (const auto &[rows, columns] : param.matrices) {
@@ -194,7 +194,7 @@ class World {
     const int64_t r = able[static_cast<size_t>(Pick(&random_, 0, static_cast<int64_t>(able.size()) - 1))];
     Rank *rank = &At(r);
     if (!rank->current) {
-      if (FaultOf(Ill::kLost, r, rank->moves++)) {
+      if (FaultOf(FaultKind::kLost, r, rank->moves++)) {
         rank->is = Is::kLost;
         return true;
       }
@@ -386,7 +386,7 @@ class World {
     if (matrix < 0 || !rank->own.count(round)) return Wrong("nothing to multiply in round ", round);
     rank->multiplied[static_cast<size_t>(matrix)]++;
     coverage_->multiplied++;
-    rank->failed[round] = FaultOf(Ill::kRaise, -1, matrix) || FaultOf(Ill::kNonfinite, -1, matrix);
+    rank->failed[round] = FaultOf(FaultKind::kRaise, -1, matrix) || FaultOf(FaultKind::kNonfinite, -1, matrix);
     for (Element &one : rank->own[round])
       one.updated = true;
   }
@@ -452,7 +452,7 @@ class World {
       for (const auto &rank : ranks_)
         times += rank->multiplied[i];
       if (times > 1 || (!lost && times != 1)) Wrong("matrix ", i, " was orthogonalised ", times, " times");
-      if (!FaultOf(Ill::kRaise, -1, matrix) && !FaultOf(Ill::kNonfinite, -1, matrix)) continue;
+      if (!FaultOf(FaultKind::kRaise, -1, matrix) && !FaultOf(FaultKind::kNonfinite, -1, matrix)) continue;
       first = first < 0 ? matrix : first;
       fails[static_cast<size_t>(any.matrices[i].param)] = true;
     }
@@ -498,17 +498,18 @@ Spec Generate(uint64_t seed) {
   }
   if (n == 0) return spec;
   for (int64_t k = Pick(&random, 0, 5) - 3; k > 0; k--) {
-    const auto what = static_cast<Ill>(Pick(&random, 0, 2));
-    spec.faults.push_back({what, Pick(&random, 0, spec.world - 1), Pick(&random, 0, what == Ill::kLost ? 40 : n - 1)});
+    const auto what = static_cast<FaultKind>(Pick(&random, 0, 2));
+    spec.faults.push_back(
+        {what, Pick(&random, 0, spec.world - 1), Pick(&random, 0, what == FaultKind::kLost ? 40 : n - 1)});
   }
   if (spec.world > 1 && Pick(&random, 0, 19) == 0) {
     const int64_t other = Pick(&random, 0, spec.world - 1);
     const int64_t left_out = Pick(&random, 0, static_cast<int64_t>(spec.params.size()) - 1);
-    spec.faults = {{Ill::kOtherPlan, other, left_out}};
+    spec.faults = {{FaultKind::kOtherPlan, other, left_out}};
     if (Pick(&random, 0, 1)) {  // all other ranks leave out an identical parameter instead
       spec.params.push_back(spec.params[static_cast<size_t>(left_out)]);
       for (int64_t r = 0; r < spec.world; r++)
-        if (r != other) spec.faults.push_back({Ill::kOtherPlan, r, static_cast<int64_t>(spec.params.size()) - 1});
+        if (r != other) spec.faults.push_back({FaultKind::kOtherPlan, r, static_cast<int64_t>(spec.params.size()) - 1});
     }
   }
   return spec;

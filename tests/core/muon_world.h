@@ -20,7 +20,7 @@ struct Param {
   std::vector<int64_t> ends;                          // for each rank, where its shard of the elements ends; ascending
 };
 
-enum class Ill {
+enum class FaultKind {
   kLost,       // this rank is lost (kill -9) before its `at`-th action
   kRaise,      // the owner of matrix `at` runs out of memory for its matrix products
   kNonfinite,  // the products of matrix `at` are not finite
@@ -28,7 +28,7 @@ enum class Ill {
 };
 
 struct Fault {
-  Ill what;
+  FaultKind what;
   int64_t rank;  // for kLost and kOtherPlan
   int64_t at;
 };

@@ -105,7 +105,7 @@ struct Truth {
   std::vector<std::vector<uint8_t *>> places;
 };
 
-tx_status OfAPiece(const Program &program, const tx_delta_piece &piece) {
+tx_status PieceStatus(const Program &program, const tx_delta_piece &piece) {
   if (piece.param < 0 || piece.param >= static_cast<int64_t>(program.params.size())) return TX_ERROR_INVALID_ARGUMENT;
   const int64_t numel = program.params[static_cast<size_t>(piece.param)].numel;
   if (piece.rows < 1 || piece.columns < 1 || piece.first < 0) return TX_ERROR_SHAPE;
@@ -115,10 +115,10 @@ tx_status OfAPiece(const Program &program, const tx_delta_piece &piece) {
                                                                                                : TX_OK;
 }
 
-Truth LookAtAll(const Program &program) {
+Truth ExpectedPlaces(const Program &program) {
   Truth truth;
   for (const tx_delta_piece &piece : program.pieces) {
-    truth.status = OfAPiece(program, piece);
+    truth.status = PieceStatus(program, piece);
     if (truth.status != TX_OK) return truth;
   }
   std::set<uint8_t *> bytes;
@@ -200,7 +200,7 @@ struct Tally {
 
 void OpenAndReceive(uint32_t seed, Tally *tally) {
   Program program(seed);
-  const Truth truth = LookAtAll(program);
+  const Truth truth = ExpectedPlaces(program);
   const Bytes before = program.arena;
   tx_delta_receiver *receiver = nullptr;
   tx_error error = {};

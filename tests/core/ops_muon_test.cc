@@ -386,7 +386,7 @@ struct Update {
     }
     args.ema_decay = 0.75;
   }
-  const tx_muon_update_args *Asking() {
+  const tx_muon_update_args *ArgsWithOutputs() {
     Args();
     args.changed = changed.Tensors();
     args.moved = moved.Tensors();
@@ -511,7 +511,7 @@ TEST_P(EveryWeight, WhatItLeavesBehindHasTheSameBitsEverywhere) {
       Update u(GetParam().param, GetParam().master, GetParam().update);
       u.Ask(ema);
       for (int step = 0; step < 3; step++) {
-        u.Asking();
+        u.ArgsWithOutputs();
         call([&](const tx_parallel *parallel, tx_error *error) { return tx_muon_update(&u.args, parallel, error); });
         if (GetParam().master != TX_NONE && step == 1) u.params.Put(4, 40, 7.0); /* a write from outside */
       }
@@ -535,7 +535,7 @@ TEST_P(EveryWeight, WhatItLeavesBehindIsWhatHappened) {
       for (auto &memory : list->memory)
         std::fill(memory.begin(), memory.end(), uint8_t{0});
     const Update before = u;
-    ASSERT_EQ(tx_muon_update(u.Asking(), nullptr, nullptr), TX_OK);
+    ASSERT_EQ(tx_muon_update(u.ArgsWithOutputs(), nullptr, nullptr), TX_OK);
     ASSERT_EQ(tx_muon_update(plain.Args(), nullptr, nullptr), TX_OK);
     EXPECT_TRUE(u.params.memory == plain.params.memory);
     EXPECT_TRUE(u.masters.memory == plain.masters.memory);
@@ -571,10 +571,10 @@ TEST_P(EveryWeight, BlocksThatSomebodyWroteWentAnywhere) {
   if (GetParam().master == TX_NONE) GTEST_SKIP() << "no master";
   Update u(GetParam().param, GetParam().master, GetParam().update);
   u.Ask(TX_F32);
-  ASSERT_EQ(tx_muon_update(u.Asking(), nullptr, nullptr), TX_OK);
+  ASSERT_EQ(tx_muon_update(u.ArgsWithOutputs(), nullptr, nullptr), TX_OK);
   EXPECT_TRUE(std::isfinite(u.moved.At(2, 0)));
   u.params.Put(2, 3, 7.0);
-  ASSERT_EQ(tx_muon_update(u.Asking(), nullptr, nullptr), TX_OK);
+  ASSERT_EQ(tx_muon_update(u.ArgsWithOutputs(), nullptr, nullptr), TX_OK);
   EXPECT_TRUE(std::isinf(u.moved.At(2, 0)));
   EXPECT_TRUE(std::isfinite(u.moved.At(4, 0)));
 }
@@ -584,15 +584,15 @@ TEST(Refused, WhatCannotBeLeftBehind) {
   tx_error error = {};
   Update alone(TX_BF16, TX_NONE, TX_F32);
   alone.Ask(TX_F32);
-  ExpectRefused(tx_muon_update(alone.Asking(), nullptr, &error), TX_ERROR_DTYPE, error, "emas[0]");
+  ExpectRefused(tx_muon_update(alone.ArgsWithOutputs(), nullptr, &error), TX_ERROR_DTYPE, error, "emas[0]");
   Update decay(TX_F32, TX_NONE, TX_F32);
   decay.Ask(TX_F32);
   decay.args.ema_decay = 1.0;
-  ExpectRefused(tx_muon_update(decay.Asking(), nullptr, &error), TX_ERROR_ILLEGAL_VALUE, error, "ema_decay");
+  ExpectRefused(tx_muon_update(decay.ArgsWithOutputs(), nullptr, &error), TX_ERROR_ILLEGAL_VALUE, error, "ema_decay");
   Update few(TX_F32, TX_NONE, TX_F32);
   few.Ask(TX_F32);
   few.changed.tensors[2].numel--;
-  ExpectRefused(tx_muon_update(few.Asking(), nullptr, &error), TX_ERROR_SHAPE, error, "changed[2]");
+  ExpectRefused(tx_muon_update(few.ArgsWithOutputs(), nullptr, &error), TX_ERROR_SHAPE, error, "changed[2]");
 }
 
 // -- illegal arguments ------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ struct Buffers {
   tx_tensor Message() { return {message.data(), static_cast<int64_t>(message.size()), TX_U8, 0}; }
 
   // Overwrites the memory that calls write, so that the results are visible.
-  void Soil() {
+  void FillWithGarbage() {
     std::memset(values.data(), 0x5a, 2 * values.size());
     bytes = -7;
   }
@@ -58,7 +58,7 @@ class Planes : public testing::TestWithParam<Function> {};
 
 TEST_P(Planes, ChangeNothingWhereMemoryIsRefused) {
   Buffers before;
-  before.Soil();
+  before.FillWithGarbage();
   int64_t refused = 0;
   for (int64_t failing = 0;; failing++) {
     ASSERT_LT(failing, 20) << "it never ends, or allocates in its loop";

@@ -14,7 +14,7 @@ namespace {
 typedef void (*Body)(int64_t begin, int64_t end, void *ctx);
 
 // Ways in which torch may run a region of n tasks.
-AOTITorchError InOne(int64_t begin, int64_t end, int64_t, Body body, void *ctx) {
+AOTITorchError InOneRange(int64_t begin, int64_t end, int64_t, Body body, void *ctx) {
   body(begin, end, ctx);
   return 0;
 }
@@ -40,7 +40,7 @@ AOTITorchError Unknown(uint32_t *) {
 }
 
 TEST(TorchPool, EveryTaskRunsOnce) {
-  for (const auto region : {InOne, OneByOneBackwards, Refuses, RunsTwoAndFails}) {
+  for (const auto region : {InOneRange, OneByOneBackwards, Refuses, RunsTwoAndFails}) {
     tx_torch_abi abi = {};
     abi.torch_parallel_for = region;
     abi.torch_get_num_threads = Five;

@@ -13,12 +13,12 @@ using adamw_call::kBlocks;
 using adamw_call::kF32;
 using adamw_call::kRemainder;
 
-enum class Kept { kNone, kBf16, k24, kF32 };
+enum class EmaFormat { kNone, kBf16, k24, kF32 };
 
 /* The outputs that a test requests. */
 struct Asked {
   bool changed = true, moved = true, distances = true, health = true;
-  Kept ema = Kept::k24;
+  EmaFormat ema = EmaFormat::k24;
 };
 
 /* The outputs for one parameter of one side. */
@@ -30,12 +30,12 @@ struct Left {
       : changed(a.changed ? (n + 7) / 8 : 0, misalign),
         moved(a.moved ? (n + 127) / 128 * 2 : 0, misalign),
         distances(a.distances ? (n + 1) / 2 : 0, misalign),
-        ema(Averages(a, c) ? n * (a.ema == Kept::kF32 ? 4 : 2) : 0, misalign),
-        lows(Averages(a, c) && a.ema == Kept::k24 ? n : 0, misalign),
+        ema(Averages(a, c) ? n * (a.ema == EmaFormat::kF32 ? 4 : 2) : 0, misalign),
+        lows(Averages(a, c) && a.ema == EmaFormat::k24 ? n : 0, misalign),
         health(a.health && n ? TX_HEALTH_LEN : 0) {}
   // A 16-bit weight without a master is not averaged.
   static bool Averages(const Asked &a, const Combo &c) {
-    return a.ema != Kept::kNone && (c.param == TX_F32 || c.master != TX_NONE);
+    return a.ema != EmaFormat::kNone && (c.param == TX_F32 || c.master != TX_NONE);
   }
 };
 
@@ -43,7 +43,7 @@ struct Left {
 struct Noting {
   Pair pair;
   std::deque<Left> ours, theirs;
-  Kept ema;
+  EmaFormat ema;
   Asked asked;
   double decay = 0.9;
   int64_t every = 1;
@@ -60,12 +60,12 @@ struct Noting {
   /* The lists of one side. */
   struct Lists {
     std::vector<tx_tensor> changed, moved, distances, emas, lows, healths;
-    Lists(std::deque<Left> &of, Kept ema) {
+    Lists(std::deque<Left> &of, EmaFormat ema) {
       for (Left &l : of) {
         changed.push_back(T(l.changed, TX_U8));
         moved.push_back(T(l.moved, TX_BF16));
         distances.push_back(T(l.distances, TX_U8));
-        emas.push_back(T(l.ema, ema == Kept::kF32 ? TX_F32 : TX_BF16));
+        emas.push_back(T(l.ema, ema == EmaFormat::kF32 ? TX_F32 : TX_BF16));
         lows.push_back(T(l.lows, TX_U8));
         healths.push_back({l.health.data(), static_cast<int64_t>(l.health.size()), TX_I64, 0});
       }
@@ -158,15 +158,15 @@ TEST_P(Kinds, AtEveryLengthAndAddressInOneLaunch) {
 
 TEST_P(Kinds, EachAlone) {
   const Asked alone[] = {
-      {true, false, false, false, Kept::kNone},  {true, true, false, false, Kept::kNone},
-      {true, false, true, false, Kept::kNone},   {false, false, false, true, Kept::kNone},
-      {false, false, false, false, Kept::kBf16}, {false, false, false, false, Kept::k24},
-      {false, false, false, false, Kept::kF32},  {true, true, false, false, Kept::kBf16},
+      {true, false, false, false, EmaFormat::kNone},  {true, true, false, false, EmaFormat::kNone},
+      {true, false, true, false, EmaFormat::kNone},   {false, false, false, true, EmaFormat::kNone},
+      {false, false, false, false, EmaFormat::kBf16}, {false, false, false, false, EmaFormat::k24},
+      {false, false, false, false, EmaFormat::kF32},  {true, true, false, false, EmaFormat::kBf16},
   };
   for (const Asked &asked : alone) {
     Noting noting(asked);
     noting.Add(GetParam(), 1300);
-    noting.AddWith({false, false, false, false, Kept::kNone}, GetParam(),
+    noting.AddWith({false, false, false, false, EmaFormat::kNone}, GetParam(),
                    300); /* no outputs are requested for this one */
     noting.Add(GetParam(), 77, 2);
     for (int step = 0; step < 3; step++) {
@@ -226,7 +226,7 @@ TEST_P(Kinds, OfWeightsOfAnySize) {
 
 TEST_P(Kinds, NumbersThatAreNoneHaveNoBound) {
   if (GetParam().param == TX_F32) return; /* an fp32 NaN has whatever bits the processor gave it */
-  Noting noting({true, true, true, true, Kept::kBf16});
+  Noting noting({true, true, true, true, EmaFormat::kBf16});
   noting.Add(GetParam(), 1500);
   const float odd[] = {NAN, INFINITY, -INFINITY};
   for (Side *side : {&noting.pair.ours, &noting.pair.theirs}) {
@@ -244,7 +244,7 @@ TEST_P(Kinds, OfWeightsThatOthersWroteNobodyKnowsHowFar) {
     for (const bool only_a_sign_of_zero : {false, true}) {
       SCOPED_TRACE(testing::Message() << "external " << external << ", zero " << only_a_sign_of_zero);
       emulated::world = emulated::World();
-      Noting noting({true, true, true, false, Kept::kF32});
+      Noting noting({true, true, true, false, EmaFormat::kF32});
       for (const int64_t n : {300, 2 * 4096 + 1500, 900})
         noting.Add(GetParam(), n, n % 2, true);
       for (Side *side : {&noting.pair.ours, &noting.pair.theirs}) {
@@ -334,7 +334,7 @@ TEST_F(Emulated, IsCaptured) {
 
 // The sums of a measured step, to which the tiles of many warps add, are read like the CPU's.
 TEST_F(Emulated, HealthIsRead) {
-  Noting noting({false, false, false, true, Kept::kNone});
+  Noting noting({false, false, false, true, EmaFormat::kNone});
   noting.Add(kBf16, 50000);
   ASSERT_EQ(noting.Take(), TX_OK);
   tx_health found = {};

@@ -5,11 +5,11 @@
 
 namespace {
 
-enum class Kept { kNone, kBf16, k24, kF32 };
+enum class EmaFormat { kNone, kBf16, k24, kF32 };
 
 struct Asked {
   bool changed = true, moved = true, distances = true, health = true;
-  Kept ema = Kept::k24;
+  EmaFormat ema = EmaFormat::k24;
 };
 
 // One side with its optional outputs.
@@ -18,14 +18,14 @@ struct Noting : Update {
   std::vector<tx_tensor> left[6];
 
   Noting(const Weight &w, tx_dtype update, int64_t misalign, const Asked &asked = {}) : Update(w, update, misalign) {
-    const bool averages = asked.ema != Kept::kNone && (w.param == TX_F32 || w.master != TX_NONE);
+    const bool averages = asked.ema != EmaFormat::kNone && (w.param == TX_F32 || w.master != TX_NONE);
     for (const Array &param : params) {
       const int64_t n = param.size();
       changed.emplace_back(TX_U8, asked.changed ? (n + 7) / 8 : 0, misalign);
       moved.emplace_back(TX_BF16, asked.moved ? tx_blocks(n) : 0, misalign);
       distances.emplace_back(TX_U8, asked.distances ? (n + 1) / 2 : 0, misalign);
-      emas.emplace_back(asked.ema == Kept::kF32 ? TX_F32 : TX_BF16, averages ? n : 0, misalign);
-      lows.emplace_back(TX_U8, averages && asked.ema == Kept::k24 ? n : 0, misalign);
+      emas.emplace_back(asked.ema == EmaFormat::kF32 ? TX_F32 : TX_BF16, averages ? n : 0, misalign);
+      lows.emplace_back(TX_U8, averages && asked.ema == EmaFormat::k24 ? n : 0, misalign);
       healths.emplace_back(TX_I64, asked.health && n ? TX_HEALTH_LEN : 0, 0);
     }
     args.ema_decay = 0.9;
@@ -40,7 +40,7 @@ struct Noting : Update {
   }
   // Cuts the tensors into matrices of any size, including one of a single element. Some have the rates of the matrix
   // before.
-  void CutAnew(uint32_t seed) {
+  void CutIntoMatrices(uint32_t seed) {
     std::mt19937 random(seed);
     parts.clear(), rates.clear();
     for (size_t t = 0; t < params.size(); t++) {
@@ -113,7 +113,7 @@ TEST_P(EveryNoting, OfMatricesThatAreCutAnyhow) {
     SCOPED_TRACE(testing::Message() << "seed " << seed);
     Arrange(kGrids[seed % 3]);
     Noting ours(weight, update, seed % 3), theirs(weight, update, seed % 3);
-    ours.CutAnew(seed), theirs.CutAnew(seed);
+    ours.CutIntoMatrices(seed), theirs.CutIntoMatrices(seed);
     for (uint32_t step = 0; step < 2; step++)
       Step(&ours, &theirs, 10 * seed + step);
     ExpectSame(ours, theirs);
@@ -124,9 +124,9 @@ TEST_P(EveryNoting, OfMatricesThatAreCutAnyhow) {
 TEST_P(EveryNoting, EachAlone) {
   const auto &[weight, update] = GetParam();
   const Asked alone[] = {
-      {true, false, false, false, Kept::kNone},  {true, true, false, false, Kept::kNone},
-      {true, false, true, false, Kept::kNone},   {false, false, false, true, Kept::kNone},
-      {false, false, false, false, Kept::kBf16}, {false, false, false, false, Kept::kF32},
+      {true, false, false, false, EmaFormat::kNone},  {true, true, false, false, EmaFormat::kNone},
+      {true, false, true, false, EmaFormat::kNone},   {false, false, false, true, EmaFormat::kNone},
+      {false, false, false, false, EmaFormat::kBf16}, {false, false, false, false, EmaFormat::kF32},
   };
   for (const Asked &asked : alone) {
     Arrange();
@@ -148,7 +148,7 @@ INSTANTIATE_TEST_SUITE_P(Muon, EveryNoting,
 
 TEST(Noting, TakesOneLaunchBesideCountingAndChecksums) {
   Arrange();
-  Noting plain({TX_F32, TX_NONE}, TX_F32, 0, {false, false, false, false, Kept::kNone}),
+  Noting plain({TX_F32, TX_NONE}, TX_F32, 0, {false, false, false, false, EmaFormat::kNone}),
       noted({TX_F32, TX_NONE}, TX_F32, 0);
   const auto launches = [](Noting *of) {
     emulated::world.launches = 0;

@@ -419,7 +419,7 @@ void Queued(cudaStream_t stream, std::function<void()> task) {
   const std::lock_guard<std::recursive_mutex> lock(queues_mutex);
   queues[stream].tasks.push_back(std::move(task));
 }
-void WorkOff(CUevent_st event) {
+void RunTasksUpTo(CUevent_st event) {
   const std::lock_guard<std::recursive_mutex> lock(queues_mutex);
   Queue &queue = queues[event.stream];
   while (queue.done < event.upto) {
@@ -464,12 +464,12 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   emulated::Context();
-  WorkOff(*event);
+  RunTasksUpTo(*event);
   return world.sticky;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   emulated::Context();
-  Queued(stream, [as_recorded = *event] { WorkOff(as_recorded); });
+  Queued(stream, [as_recorded = *event] { RunTasksUpTo(as_recorded); });
   return world.sticky;
 }
 cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t) {
