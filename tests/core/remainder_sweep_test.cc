@@ -63,15 +63,15 @@ TEST(Remainder, G4_Exactly32638PatternsAreInexact) {
 }
 
 // Every pair with a finite weight decodes to a master that rounds to the weight. Encoding the master again gives the
-// same pair, except for pairs that encode never produces: an odd weight with -32768, and a zero with the opposite sign.
-// Inf with a positive remainder decodes to NaN; NaN becomes the canonical NaN.
+// same pair, except for pairs that encode never produces: an odd weight with -32768, and a zero with -32767 to -1. Inf
+// with a positive remainder decodes to NaN; NaN becomes the canonical NaN.
 TEST(Remainder, G4_EncodeAfterDecodeIsTheIdentityOnEveryPairThatIsWritten) {
   EXPECT_EQ(Describe(Failing([](uint32_t upper) {
               const auto weight = static_cast<uint16_t>(upper);
               const uint32_t magnitude = upper & 0x7fffu;
               const bool nan = magnitude > 0x7f80u, inf = magnitude == 0x7f80u;
-              /* The remainders that encode produces for this weight, from lowest to highest; those of zeros are
-               * unsigned. */
+              /* The remainders that encode produces for this weight, from lowest to highest. A zero's are read as
+               * unsigned numbers. */
               const bool zero = magnitude == 0;
               const int32_t lowest = nan || zero ? 0 : magnitude % 2 == 0 ? -32768 : -32767;
               const int32_t highest = nan || inf ? 0 : zero ? 32768 : 32767;
