@@ -10,7 +10,7 @@
 
 namespace {
 
-int ordinary_groups = 0;
+int special_groups = 0;
 
 // Model of vcvtne2ps2bf16: rounds to nearest even, treats subnormals as zeros, makes NaNs quiet and keeps their sign
 // and payload.
@@ -32,7 +32,7 @@ bool GroupIsSpecial(const void *from) {
     float x;
     std::memcpy(&x, static_cast<const char *>(from) + 4 * i, 4);
     if (std::isnan(x) || std::fpclassify(x) == FP_SUBNORMAL) {
-      ++ordinary_groups;
+      ++special_groups;
       return true;
     }
   }
@@ -58,7 +58,7 @@ void ExpectNearest(const std::vector<float> &x, const char *what) {
 // Every upper half of an fp32 pattern, with lower halves at and around the tie: normals, subnormals, zeros, Inf and NaN
 // of both signs.
 TEST(NearestBf16, EveryUpperHalfIsRoundedAsEverywhereElse) {
-  ordinary_groups = 0;
+  special_groups = 0;
   for (const uint32_t lower : {0x0000u, 0x0001u, 0x7fffu, 0x8000u, 0x8001u, 0xffffu}) {
     std::vector<float> x;
     for (uint32_t upper = 0; upper <= 0xffffu; ++upper)
@@ -66,8 +66,8 @@ TEST(NearestBf16, EveryUpperHalfIsRoundedAsEverywhereElse) {
     ExpectNearest(x, "sweep");
   }
   // Exponents 0 and 255 are 4 + 4 groups per sign; lower half 0 also has zeros and Infs among the NaNs.
-  EXPECT_GE(ordinary_groups, 6 * 16 - 2);
-  EXPECT_LE(ordinary_groups, 6 * 16);
+  EXPECT_GE(special_groups, 6 * 16 - 2);
+  EXPECT_LE(special_groups, 6 * 16);
 }
 
 TEST(NearestBf16, OneOddValueInAnyPlaceOfAGroupIsSeen) {
