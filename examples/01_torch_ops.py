@@ -1,9 +1,9 @@
 """A training loop with torch.ops.torch_ext.* alone, for optimizers and engines of your own.
 
 If torch_ext.AdamW is enough for you, see 02_drop_in.py instead. Here a bf16 network learns a function with AdamW. Each
-parameter has an fp32 master weight, bf16 moments and a step counter. The gradients' norm is computed, and the step clips
-them without a separate pass that scales them. For comparison the same steps run with torch.optim.AdamW, on the fp32
-network and on the bf16 network.
+parameter has an fp32 master weight, bf16 moments and a step counter. The norm of the gradients is computed, and the
+step clips them without a separate pass that scales them. For comparison the same steps run with torch.optim.AdamW, on
+the fp32 network and on the bf16 network.
 
     python examples/01_torch_ops.py
 """
