@@ -31,8 +31,8 @@ static int failed(tx_status status, const tx_error *error) {
 
 /* -- trainer ------------------------------------------------------------------------------------------------------- */
 
-/* Weights, AdamW's states, and a publisher's notes: which weights changed, the largest change in each block of TX_BLOCK,
- * and checksums of the last version. */
+/* Weights, AdamW's states, and a publisher's notes: which weights changed, the largest change in each block of
+ * TX_BLOCK, and checksums of the last version. */
 static uint16_t weights[NUMEL], exp_avg[NUMEL], exp_avg_sq[NUMEL], grads[NUMEL], moved[NUMEL / TX_BLOCK];
 static float masters[NUMEL], steps[1];
 static uint8_t changed[NUMEL / 8];

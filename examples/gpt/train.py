@@ -5,9 +5,9 @@
 
 A run is named stage/configuration:seed. With several processes, torch's configurations use DistributedDataParallel and
 torch_ext's use `parallelize`. The seed determines the initial weights and every batch, so runs of one seed read the
-same text in the same order. Each run writes OUT/<stage>/<configuration>-<seed>.jsonl, which report.py reads. With --half a
-run stops in the middle with a checkpoint, from which --resume continues in a new process. The stage pretrain writes
-OUT/pretrained.pt.
+same text in the same order. Each run writes OUT/<stage>/<configuration>-<seed>.jsonl, which report.py reads. With
+--half a run stops in the middle with a checkpoint, from which --resume continues in a new process. The stage pretrain
+writes OUT/pretrained.pt.
 """
 
 from __future__ import annotations
