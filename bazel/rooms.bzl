@@ -43,7 +43,7 @@ _SWEEP_OPTS = select({
 })
 
 def core_tests(deps, by_prefix, data_by_prefix = {}, copts = []):
-    """Makes one GoogleTest target for each *_test.cc of the folder, linked with the rooms, so that it can test internals.
+    """Makes one GoogleTest target for each *_test.cc of the folder, linked with the rooms to test internals.
 
     Args:
       deps: dependencies of every test.
