@@ -1,22 +1,23 @@
 #!/usr/bin/env bash
-# Tests on a machine with a GPU: compares the operators, training, graphs and the exchange on the device with the CPU, bit
-# for bit; runs the benchmark, the library's build variants, and compute-sanitizer if it works. Ends with the line
-# "N passed, N failed, N skipped"; the exit status is 0 if nothing failed. Without a GPU it says so, and all is counted as
-# skipped.
+# Tests on a machine with a GPU: compares the operators, training, graphs and the exchange on the device with the CPU,
+# bit for bit; runs the benchmark, the library's build variants, and compute-sanitizer if it works. Ends with the line
+# "N passed, N failed, N skipped"; the exit status is 0 if nothing failed. Without a GPU it says so, and all is
+# counted as skipped.
 #
 #     bash tests/gpu.sh --pack FOLDER     where it is built: copies the libraries to FOLDER, and tells git to ignore it
 #     bash tests/gpu.sh [PART...] [FOLDER]     with the GPU, in a copy of the tree: builds nothing, downloads nothing
 #
-# PARTs are --tests, --exchange, --benchmark, --variants and --sanitizer; without one, all of them. Test files run side
-# by side (gpu_files.py). A test that crashes, hangs for $TORCH_EXT_TEST_SECONDS (default 60) or leaves the device
-# unusable is counted as failed, and the tests after it run in a new process. The other parts run one after the other,
-# each with a time limit. Everything ends within $TORCH_EXT_SECONDS (default 570); if other parts follow, the tests end
-# within two fifths of that. What there is no time for is counted as skipped. docs/gpu_first_run.md is a plan for the
-# first 15 minutes.
+# PARTs are --tests, --exchange, --benchmark, --variants and --sanitizer; without one, all of them. Test files run
+# side by side (gpu_files.py). A test that crashes, hangs for $TORCH_EXT_TEST_SECONDS (default 60) or leaves the
+# device unusable is counted as failed, and the tests after it run in a new process. The other parts run one after the
+# other, each with a time limit. Everything ends within $TORCH_EXT_SECONDS (default 570); if other parts follow, the
+# tests end within two fifths of that. What there is no time for is counted as skipped. docs/gpu_first_run.md is a
+# plan for the first 15 minutes.
 #
-# FOLDER (default bazel-bin) has libtorch_ext.so, libtorch_ext_cuda.so (there or in its folder cuda), and maybe variants.
-# Python (python3, or $TORCH_EXT_PYTHON) has torch and pytest. QUICK=1: small benchmarks. --json FILE: writes counts,
-# times and failures (default: $OUT/gpu.json if $OUT is set), and the benchmarks' figures to the same folder.
+# FOLDER (default bazel-bin) has libtorch_ext.so, libtorch_ext_cuda.so (there or in its folder cuda), and maybe
+# variants. Python (python3, or $TORCH_EXT_PYTHON) has torch and pytest. QUICK=1: small benchmarks. --json FILE:
+# writes counts, times and failures (default: $OUT/gpu.json if $OUT is set), and the benchmarks' figures to the same
+# folder.
 set -uo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 say() { printf 'torch_ext: %s\n' "$*"; }
