@@ -1,6 +1,7 @@
-"""python tests/bench --quality: what each way of rounding costs in accuracy, and the picture of it.
+"""python tests/bench --quality: what each way of rounding costs in accuracy, as tables and a picture.
 
-Every figure is a function of the seed and of torch's random numbers: no machine, thread count or load is in it.
+Every figure is a function of the seed and of torch's random numbers, and does not depend on the machine, its load or
+the thread count.
 """
 
 import argparse
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the tables; 0 unless a remainder was not what it has to be."""
+    """Prints the tables. Returns 1 if a remainder differs from the expected one, else 0."""
     if options.pictures:
         plots.require_matplotlib()
     torch.set_num_threads(options.threads)
@@ -113,7 +114,8 @@ _COLOURS = {"nearest": "#d1603d", "stochastic": "#e3b66b", "dithered": "#0b7a75"
 
 
 def draw(decay: Decay, tracks: Sequence[Track], exact: Track, folder: Path) -> Path:
-    """Draws v against step, a panel per state, and under it the error of the step; returns the file in the folder."""
+    """Draws v against the step number, one panel per state, and below it the error of the step. Returns the file, which
+    is in `folder`."""
     import matplotlib
 
     matplotlib.use("Agg")  # a file, no display
