@@ -47,9 +47,9 @@ class Compared:
             self.averages = Averages(c.features["ema_decay"], c.features["ema_every"])
         self.saved_averages: Any = None
         self.measuring = self.measured = False
-        self.publish_anew()
+        self.new_publisher()
 
-    def publish_anew(self) -> None:
+    def new_publisher(self) -> None:
         c = self.config
         self.publisher = torch_ext.WeightPublisher(self.a.model, self.a.optimizer, exact=c.exact, sliceable=c.sliceable)
         self.kept: list[Any] = []
@@ -211,7 +211,7 @@ class Program(Compared):
         self.kept = []
 
     def republish(self, seed: int) -> None:
-        self.publish_anew()
+        self.new_publisher()
 
     def swap(self, seed: int) -> None:
         if self.averages is None:
@@ -268,4 +268,4 @@ class Program(Compared):
         self.measured = False
         if self.measuring:
             a.optimizer.measure_health()
-        self.publish_anew()
+        self.new_publisher()

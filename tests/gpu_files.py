@@ -97,7 +97,7 @@ class File:
             ended_by_us = self._watch(process)
         status = process.returncode if process.returncode is not None else -signal.SIGKILL
         lines = gpu_report.lines(self._journal)[known:]
-        self._note(lines, status, ended_by_us, time.monotonic() - begin, log)
+        self._record_end(lines, status, ended_by_us, time.monotonic() - begin, log)
         return lines
 
     def _command(self) -> list[str]:
@@ -120,7 +120,7 @@ class File:
     def _size(self) -> int:
         return self._journal.stat().st_size if self._journal.exists() else 0
 
-    def _note(
+    def _record_end(
         self, lines: list[dict[str, Any]], status: int, ended_by_us: str, seconds: float, log: pathlib.Path
     ) -> None:
         """Writes what the process could not."""

@@ -15,7 +15,7 @@ import pytest
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
-class _Frozen:
+class _FreezeGc:
     """What torch and pytest are made of stays: no collection has to look at it again."""
 
     def pytest_collection_finish(self) -> None:
@@ -32,7 +32,7 @@ def main(*plugins: object) -> int:
     options = ["--rootdir", _ROOT, "-c", os.path.join(_ROOT, "pyproject.toml"), "-p", "no:cacheprovider"]
     if "XML_OUTPUT_FILE" in os.environ:
         options.append("--junitxml=" + os.environ["XML_OUTPUT_FILE"])
-    return pytest.main(options + sys.argv[1:], plugins=[_Frozen(), *plugins])
+    return pytest.main(options + sys.argv[1:], plugins=[_FreezeGc(), *plugins])
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def own_functions(name: str) -> list[tuple[str, Any]]:
     return [(name, public), *((f"{name}.{m}", f) for m, f in methods.items())]
 
 
-def said_of(what: str, function: Any) -> str:
+def documentation_of(what: str, function: Any) -> str:
     """The docstring, and those of the fields of a dataclass."""
     text = inspect.getdoc(function) or ""
     if dataclasses.is_dataclass(function):
@@ -101,7 +101,7 @@ def said_of(what: str, function: Any) -> str:
 @pytest.mark.parametrize("name", sorted(torch_ext.__all__))
 def test_docstrings_speak_of_every_argument(name: str) -> None:
     for what, function in own_functions(name):
-        text = said_of(what, function)
+        text = documentation_of(what, function)
         assert len(text) > 20, what
         is_exception = inspect.isclass(function) and issubclass(function, BaseException)
         names = set() if is_exception else set(inspect.signature(function).parameters)

@@ -1,12 +1,12 @@
-"""The library's life in a process that is no Python: loaded and closed often, several copies, short-lived threads with
-little stack, calls when the process ends. It prints nothing."""
+"""Tests the library in processes without Python: loaded and closed many times, several copies at once, calls from
+short-lived threads with little stack, calls while the process ends. It must work and print nothing."""
 
 import pathlib
 import shutil
 import subprocess
 
 import pytest
-import torch  # noqa: F401  the package wants it first
+import torch  # noqa: F401  has to be imported before torch_ext
 from package_files import ROOT
 
 import torch_ext
