@@ -2,9 +2,7 @@
 
 sizes   bytes on disk per parameter, weights included, of the trained GPT of examples/gpt
 codec   GB/s of bf16 weights that one thread encodes and decodes, by instruction set
-pause   seconds of AsyncSaver.save, against a copy of the state; seconds of a step while the file is written, against
-one
-        at other times
+pause   seconds of AsyncSaver.save, against a copy of the state; of a step while it writes, against other steps
 increments  bytes on disk per parameter of an IncrementalWeights version, by steps between versions, against all weights
 dcp     seconds of saving and loading states at rest through torch.distributed.checkpoint, against logical states
 

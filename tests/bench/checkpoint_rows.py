@@ -1,5 +1,5 @@
-"""Measures the peak memory while an optimizer is saved and loaded. Each figure comes from a process of its own, python
--m bench.checkpoint_rows."""
+"""Measures the peak memory while an optimizer is saved and loaded. Each figure comes from a process of its own,
+`python -m bench.checkpoint_rows`."""
 
 import ctypes
 import gc

@@ -11,7 +11,7 @@ from bench.optimizer_configs import CONFIGURATIONS
 from bench.workload import Shapes
 from torch_ext.offloading.offload import offload, onload
 
-_PIECE = 1 << 30  # at most so many bytes does the plain copy hold twice
+_PIECE = 1 << 30  # bytes of each of the plain copy's two memories, at most
 
 
 class Trip:

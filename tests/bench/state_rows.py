@@ -76,8 +76,7 @@ def checkpoint(bench: Bench) -> None:
             bench.add("checkpoint", name_of_it, Spread(*[value] * 3), Bar(1.1, 1.02, True), beside)
 
 
-# -- host: stepping all of the optimizer on the host (offload_fraction=1). Here the device is the host as well
-# ----------
+# -- host: stepping all of the optimizer on the host (offload_fraction=1); here the device is the host as well ---------
 
 _HOST_BAR = Bar(0.80, 0.92)
 

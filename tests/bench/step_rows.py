@@ -31,9 +31,8 @@ from bench.timing import Spread
 from bench.workload import Shapes
 from torch_ext.native import direct_call
 
-# -- wall: the step's share of the bound. The bound is the time of the memory traffic alone or, where that is longer,
-# the time of the kernel in the first-level cache on as many threads at once
-# ------------------------------------------------
+# -- wall: the step's share of the bound. The bound is the time of memory traffic alone or, if that is longer, of the
+# kernel in the first-level cache on as many threads at once -----------------------------------------------------------
 
 _WALL_BARS = {"avx2": Bar(0.80, 0.92), "avx512": Bar(0.85, 0.95), "avx512bf16": Bar(0.85, 0.95)}
 ISAS = tuple(_WALL_BARS)
@@ -245,7 +244,7 @@ def memory(bench: Bench) -> None:
         bench.skip("memory", "resident bytes per parameter", failure)
         return
     for name, bar in _MEMORY_BARS.items():
-        storage = round(found[name].storage, 2)  # as the targets are: the step count's 4 bytes per tensor vanish
+        storage = round(found[name].storage, 2)  # as the targets are; the step count's 4 bytes per tensor do not show
         beside = {"peak RSS": found[name].peak_rss}
         bench.add("memory", f"{name}: resident bytes per parameter", Spread(*[storage] * 3), bar, beside)
 

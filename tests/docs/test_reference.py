@@ -1,5 +1,5 @@
-"""The API reference is built from the docstrings; it has every public name, its links lead somewhere, and docstrings
-speak of every argument."""
+"""Tests the API reference, which is built from the docstrings: it has every public name, its links work, and the
+docstrings mention every argument."""
 
 import dataclasses
 import html.parser
@@ -18,7 +18,7 @@ pdoc = pytest.importorskip("pdoc", reason="pdoc, which builds the API reference,
 sys.path.insert(0, str(ROOT / "docs"))
 import build_reference  # noqa: E402
 
-# What the docstring of a function or class need not say: made by others, or said in other words.
+# Arguments that a docstring need not mention: users do not pass them, or they are described in other words.
 NOT_NAMED = {"Policy": {"values", "origins"}, "register_comm_hook": {"ddp"}}
 
 
@@ -80,7 +80,7 @@ def test_arguments_are_a_list() -> None:
 
 
 def own_functions(name: str) -> list[tuple[str, Any]]:
-    """A public function; or a class and its public methods, but for those that torch's classes have as well."""
+    """Returns a public function; or a class and its public methods, without those that a class of torch has as well."""
     public = getattr(torch_ext, name)
     if not inspect.isclass(public):
         return [(name, public)]
@@ -90,7 +90,7 @@ def own_functions(name: str) -> list[tuple[str, Any]]:
 
 
 def documentation_of(what: str, function: Any) -> str:
-    """The docstring, and those of the fields of a dataclass."""
+    """Returns the docstring, and for a dataclass also the names of the documented fields."""
     text = inspect.getdoc(function) or ""
     if dataclasses.is_dataclass(function):
         shown = build_reference.reference().members[what]

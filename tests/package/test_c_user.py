@@ -10,7 +10,7 @@ import sys
 
 import package_files
 import pytest
-import torch  # noqa: F401  has to be imported before torch_ext
+import torch  # noqa: F401  torch_ext expects torch to be loaded
 
 import torch_ext
 

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 
 import pytest
-import torch  # noqa: F401  has to be imported before torch_ext
+import torch  # noqa: F401  torch_ext expects torch to be loaded
 from package_files import ROOT
 
 import torch_ext

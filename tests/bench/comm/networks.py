@@ -103,7 +103,7 @@ def _namespace(stack: ExitStack, what: str) -> str:
     if os.geteuid() != 0:
         raise Unavailable("network namespaces are root's: run as root")
     name = f"torch_ext-{os.getpid()}-{secrets.token_hex(3)}-{what}"
-    # Registered before the namespace is created, so that a namespace that was created half is removed, too.
+    # Registered before the namespace is created, so that it is also removed if creating it fails half-way.
     stack.callback(
         subprocess.run, [tool("ip") or "ip", "netns", "delete", name], stderr=subprocess.DEVNULL, check=False
     )
