@@ -1,4 +1,5 @@
-"""What random histories are compared with (tests/feature_programs.py): masters, averages and engines."""
+"""The expected values that random histories (tests/feature_programs.py) are compared with: master weights and averages
+in float64, and engines that receive the published weights."""
 
 import random
 from typing import Any
@@ -11,10 +12,11 @@ import torch_ext
 
 
 def masters_of(trainer: Trainer) -> dict[str, Tensor]:
-    """Whole, in double, as the next step will see them: what others wrote is taken over."""
+    """Returns the unsharded master weights in float64, as the next step will see them: where a weight was written
+    outside the optimizer, its value replaces the master's."""
     optimizer = trainer.optimizer
     state = optimizer.consolidate_state_dict(to=None)["state"]
-    optimizer.state_dict()  # which would be the whole one once more
+    optimizer.state_dict()  # otherwise the next state_dict() would return the consolidated one again
     found = {}
     for index, (name, p) in enumerate(trainer.optimized()):
         weight = whole(p)
@@ -25,19 +27,20 @@ def masters_of(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def steps_of(trainer: Trainer) -> dict[str, int]:
-    """Of each parameter, how many were taken. Read past the optimizer, so that asking changes nothing."""
+    """Returns the number of steps of each parameter. Reads the state without the optimizer's own access methods, which
+    could change it."""
     state = trainer.optimizer.state
     return {name: int(dict.get(state, p, {}).get("step", 0)) for name, p in trainer.optimized()}
 
 
 class Averages:
-    """In double, of the masters of the plain trainer."""
+    """The expected moving averages of the plain trainer's master weights, in float64."""
 
     def __init__(self, decay: float, every: int) -> None:
         self.decay, self.every = decay, every
-        self.of: dict[str, Tensor] = {}
-        self.sizes: dict[str, float] = {}  # of the largest masters so far
-        self.counts: dict[str, int] = {}
+        self.of: dict[str, Tensor] = {}  # the averages
+        self.sizes: dict[str, float] = {}  # the largest norm of each master weight so far
+        self.counts: dict[str, int] = {}  # steps so far
 
     def stepped(self, counts: dict[str, int], masters: dict[str, Tensor]) -> None:
         for name, count in counts.items():

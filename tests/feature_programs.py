@@ -1,9 +1,10 @@
-"""Random histories in which features meet, for test_feature_programs.py in tests/torch and its fellow of two ranks.
+"""Random histories that combine features, for tests/torch/test_feature_programs.py and, on two ranks,
+tests/distributed/test_feature_programs_ranks.py.
 
-A history is a list of acts, drawn from a seed. Two trainers take it in lock step: one with features (an average, a
-publisher with engines, health, states on the host, steps in backward, restarts from checkpoints), one with none. After
-each act their weights have the same bits; what the features say is compared with what the plain one's masters are. A
-history that fails can be made shorter: any part of it is one.
+A history is a list of acts, drawn from a seed. Two trainers execute it in lock step: trainer a with features (an
+average, a publisher with engines, health, states on the host, steps in backward, restarts from checkpoints), trainer b
+with none. After each act, their weights have to have the same bits, and the features' results are compared with values
+computed from b's master weights. To shorten a history that fails, drop acts: any sublist is a history, too.
 """
 
 import copy
@@ -35,7 +36,7 @@ class Act(NamedTuple):
 
 
 class Compared:
-    """Both trainers, and what is compared after an act."""
+    """The two trainers, a with features and b without, and the comparisons after an act."""
 
     def __init__(self, seed: int, strategy: str | None = None) -> None:
         self.draw = random.Random(seed)
@@ -104,11 +105,13 @@ class Compared:
         assert math.isclose(p.update_rms, rms, rel_tol=1e-3, abs_tol=1e-9), (name, p, rms)
 
     def follow(self, engine: Engine) -> None:
+        """Checks that an engine has the bits of b's weights."""
         weights = engine.weights()
         differ = [name for name, p in self.b.params().items() if not same_bits(whole(p), weights[name])]
         assert not differ, f"the engine's weights differ: {differ}"
 
     def near(self, found: dict[str, Tensor], rounded: torch.dtype) -> None:
+        """Checks averages against the expected ones. rounded: the dtype that they were rounded to."""
         assert self.averages is not None
         most = {BF16: 0.03, "24bit": 2e-4, FP32: 1e-5}[self.config.features["ema_dtype"]]
         most += {BF16: 4e-3, FP16: 1e-3, FP32: 0.0}[rounded]
@@ -118,7 +121,7 @@ class Compared:
             if count == 0 or name not in self.averages.of:
                 wanted = weights[name]
                 if count:
-                    continue  # between the first step and the first that is averaged
+                    continue  # it has stepped, but no step was averaged yet
             else:
                 wanted = self.averages.of[name]
             size = max(float(wanted.norm()), self.averages.sizes.get(name, 0.0), 1e-30)
@@ -127,7 +130,7 @@ class Compared:
 
 
 class Program(Compared):
-    """Both trainers through one history; the acts of features."""
+    """Runs both trainers through a history. Its methods named like FEATURES are acts of trainer a alone."""
 
     def acts(self, n: int) -> list[Act]:
         among = COMMON + FEATURES * 2
@@ -135,7 +138,7 @@ class Program(Compared):
             among = among + NOT_IN_BACKWARD
         if self.config.options["skip_nonfinite"]:
             among = [*among, "skip", "skip"]
-        if "on_external_write" in self.config.options:  # what these take over is ignored otherwise
+        if "on_external_write" in self.config.options:  # b ignores the writes that these take over
             among = [one for one in among if one not in ("resync", "masters")]
         if self.strategy is not None:
             among = [one for one in among if one not in DISTRIBUTED_WITHOUT]
@@ -150,7 +153,8 @@ class Program(Compared):
                 raise AssertionError(history) from error
 
     def do(self, act: Act) -> None:
-        if "on_external_write" in self.config.options:  # which is of writes after states were made: now, in both
+        # on_external_write concerns writes to weights that have a state: create the states now, in both trainers.
+        if "on_external_write" in self.config.options:
             for trainer in (self.a, self.b):
                 trainer.optimizer.state_dict()
         if act.what in FEATURES:
@@ -198,7 +202,7 @@ class Program(Compared):
             raise AssertionError(f"it applied, and should not: {words}")
 
     def patches(self, seed: int) -> None:
-        """In the place of a delta: engines of ours begin anew."""
+        """Publishes patches instead of a delta. Our engines cannot apply them and restart from all weights."""
         base = {name: value.clone() for name, value in self.engine.weights().items()}
         for patches in gathered([tuple(patch) for patch in self.publisher.publish_patches()]):
             for name, at, values, _ in patches:
@@ -240,11 +244,11 @@ class Program(Compared):
                 pass
 
     def resync(self, seed: int) -> None:
-        """What the next step would do."""
+        """Resyncs the master weights now, as the next step would."""
         self.a.optimizer.resync_masters()
 
     def load_own(self, seed: int) -> None:
-        """A state that is its own, handed out or copied."""
+        """Loads the optimizer's own state, either the state_dict itself or a copy."""
         state = self.a.optimizer.state_dict()
         self.a.optimizer.load_state_dict(copy.deepcopy(state) if random.Random(seed).random() < 0.7 else state)
 

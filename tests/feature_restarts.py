@@ -1,4 +1,5 @@
-"""Ways in which a trainer of a random history (tests/feature_programs.py) is saved, made anew, and goes on."""
+"""Restarts of a trainer in a random history (tests/feature_programs.py): it is saved in one of several ways, recreated,
+and loaded."""
 
 import copy
 import io
@@ -15,6 +16,7 @@ import torch_ext
 
 
 def _restart_with(a: Trainer, through: Callable[[Any], Any]) -> None:
+    """Recreates a trainer and loads its state_dicts. through: saves and loads the state_dicts."""
     state = through({"model": a.plain.state_dict(), "optimizer": a.optimizer.state_dict()})
     frozen = [name for name, p in a.params().items() if not p.requires_grad]
     _recreate(a, frozen)
@@ -23,6 +25,7 @@ def _restart_with(a: Trainer, through: Callable[[Any], Any]) -> None:
 
 
 def _recreate(a: Trainer, frozen: list[str]) -> None:
+    """Creates a trainer's model and optimizer again, with the same groups and frozen parameters."""
     a.make()
     if a.late:
         a.add_late()
@@ -73,7 +76,7 @@ def _restart_by_dcp(a: Trainer, **options: Any) -> None:
     frozen = [name for name, p in a.params().items() if not p.requires_grad]
     made = a.optimizer.state_dict()["state"]
     stateless = [name for index, (name, _) in enumerate(a.optimized()) if index not in made]
-    _recreate(a, [name for name in frozen if name in stateless])  # of what is frozen there is no state to load into
+    _recreate(a, [name for name in frozen if name in stateless])  # frozen parameters have no state to load into
     state = {"model": a.plain.state_dict(), "optimizer": a.optimizer.state_dict()}
     dcp.load(state, storage_reader=torch_ext.CheckpointReader(folder))
     a.plain.load_state_dict(state["model"])
@@ -89,6 +92,7 @@ def _restart_consolidated(a: Trainer) -> None:
     a.optimizer.load_state_dict(state)
 
 
+# Way -> the function that restarts a trainer.
 RESTARTED: dict[str, Callable[[Trainer], None]] = {
     "copied state": lambda a: _restart_with(a, copy.deepcopy),
     "torch.save": lambda a: _restart_with(a, _in_memory),

@@ -1,4 +1,5 @@
-"""Trainers of random histories (tests/feature_programs.py): a model whose gradients are given numbers, and its acts."""
+"""Trainers of random histories (tests/feature_programs.py): a model whose gradients are given, and the acts, which take
+a seed."""
 
 import copy
 import random
@@ -15,7 +16,8 @@ LATE, FROZEN = (40, 9), (1500,)
 
 
 class Layers(nn.Module):
-    """Parameters whose gradients are given numbers. `late` and `frozen` are trained, if at all, from some act on."""
+    """A model whose gradients are the arguments of forward. `late` and `frozen` are frozen at first; an act may change
+    that."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -31,24 +33,28 @@ class Layers(nn.Module):
 
 
 class Config(NamedTuple):
-    """Of both trainers; `features` of the first one alone."""
+    """The configuration of both trainers of a history."""
 
     dtype: torch.dtype
     kind: type
+    """The optimizer's class."""
     settings: dict[str, Any]
-    """Of the policy."""
+    """override_optimizer_config of the policy."""
     options: dict[str, Any]
+    """Options of both optimizers."""
     features: dict[str, Any]
+    """Further options, of the trainer with features alone."""
     exact: bool
     sliceable: bool
 
     @property
     def masters(self) -> bool:
-        """Whether weights have some beside them: a write to one without may be told by nothing."""
+        """Whether weights have master weights. Without them, nothing may detect an external write."""
         return self.dtype != FP32 and not self.settings
 
     @classmethod
     def of(cls, draw: random.Random, strategy: str | None) -> "Config":
+        """Draws a configuration that is legal under the strategy."""
         dtype = draw.choice([BF16, BF16, BF16, BF16, FP32, FP16])
         options: dict[str, Any] = {"lr": 10.0 ** draw.randint(-5, -2), "skip_nonfinite": draw.random() < 0.5}
         of_16_bits = ["bf16_remainder", "8bit"] if dtype == BF16 else []
@@ -75,11 +81,12 @@ class Config(NamedTuple):
 
 
 def local(p: Any) -> Tensor:
+    """Returns this rank's part of a parameter."""
     return (p.detach().to_local() if hasattr(p, "to_local") else p).detach()
 
 
 def whole(p: Any) -> Tensor:
-    """A copy. Collective of a DTensor."""
+    """Returns a copy of a parameter, unsharded. Collective if the parameter is a DTensor."""
     value: Any = p.detach()
     return (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
 
@@ -90,7 +97,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def gathered(mine: Any) -> list[Any]:
-    """Every rank's."""
+    """Returns the objects of all ranks."""
     if not torch.distributed.is_initialized():
         return [mine]
     found: list[Any] = [None] * torch.distributed.get_world_size()
@@ -144,7 +151,7 @@ class Trained:
         return dict(self.plain.named_parameters())
 
     def optimized(self) -> list[tuple[str, Any]]:
-        """The optimizer's parameters, in the order of their indices in a state_dict."""
+        """Returns the optimizer's parameters with their names, in the order of their indices in a state_dict."""
         names = {id(p): name for name, p in self.params().items()}
         return [(names[id(p)], p) for group in self.optimizer.param_groups for p in group["params"]]
 
@@ -152,6 +159,7 @@ class Trained:
         return {name: p for name, p in self.params().items() if p.requires_grad}
 
     def grads(self, seed: int, factor: float = 1.0) -> dict[str, Tensor]:
+        """Returns random gradients: a part that is the same on all ranks plus a part of the rank's own."""
         draw = random.Random(seed)
         common, own = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(1000 * seed + self.rank + 1)
         size = draw.choice([0.1, 1.0, 10.0])
@@ -170,12 +178,13 @@ class Trained:
 
     @property
     def in_backward(self) -> bool:
-        """Whether the last backward did. Under a strategy the first one does not, nor one that measures."""
+        """Whether the last backward stepped. Under a strategy neither the first backward does, nor one that
+        measures."""
         return self.with_features and bool(self.optimizer.stepped_in_backward())
 
 
 class Stepping(Trained):
-    """What takes steps, or changes what they do."""
+    """The acts that step, or change what later steps do."""
 
     def step(self, seed: int) -> None:
         self.backward(self.grads(seed))
@@ -214,15 +223,15 @@ class Stepping(Trained):
         self.end_step()
 
     def drop(self, seed: int) -> None:
-        """A backward that steps keeps what it stepped when its gradients are dropped."""
+        """Drops the gradients after backward. If backward has stepped, the step stays."""
         self.backward(self.grads(seed))
-        if self.in_backward and not self.on_host:  # what is stepped there is left to step()
+        if self.in_backward and not self.on_host:  # parameters on the host are only stepped by step()
             self.optimizer.zero_grad()
         else:
             self.end_step()
 
     def refused(self, seed: int) -> None:
-        """Between a backward that steps and step()."""
+        """Makes calls that are illegal between a backward that steps and step()."""
         self.backward(self.grads(seed))
         if self.in_backward:
             for name in ("measure_health", "master_weights", "ema_weights"):
@@ -256,10 +265,10 @@ class Stepping(Trained):
 
 
 class Trainer(Stepping):
-    """And what else writes to weights and states."""
+    """All acts: those of Stepping, and those that write to weights and states."""
 
     def write(self, seed: int) -> None:
-        """In place, seen by torch."""
+        """Writes to a weight in place, so that its version counter changes."""
         draw = random.Random(seed)
         with torch.no_grad():
             self.params()[draw.choice(sorted(self.params()))].mul_(draw.choice([0.5, 1.0, 1.25]))
@@ -277,7 +286,7 @@ class Trainer(Stepping):
         self.optimizer.resync_masters(force=draw.random() < 0.3)
 
     def seed_masters(self, seed: int) -> None:
-        """Weights and masters of a state_dict in higher precision."""
+        """Sets weights and master weights from a state_dict in higher precision."""
         generator = torch.Generator().manual_seed(seed)
         wide = {name: torch.randn(p.shape, generator=generator) for name, p in self.params().items()}
         with torch.no_grad():
@@ -297,7 +306,7 @@ class Trainer(Stepping):
                 local(p).mul_(0.75)
 
     def move(self, seed: int) -> None:
-        """Weights of the trainer with features are at other addresses."""
+        """Moves the weights of the trainer with features to other addresses."""
         if self.with_features and self.strategy in (None, "ddp"):
             for p in self.trained().values():
                 p.data = p.data.clone()
@@ -307,7 +316,7 @@ class Trainer(Stepping):
         self.saved = copy.deepcopy((self.late, self.model.state_dict(), state))
 
     def load(self, seed: int) -> None:
-        """What was saved, into the same optimizer; the weights, too, or not."""
+        """Loads the saved state into the same optimizer; the weights before it, after it or not at all."""
         saved = getattr(self, "saved", None)
         if saved is None or saved[0] != self.late:
             return
@@ -323,7 +332,7 @@ class Trainer(Stepping):
             self.model.load_state_dict(weights)
 
     def load_in_place(self, weights: Any, state: Any) -> None:
-        """As torch.distributed.checkpoint.load does."""
+        """Loads by copying into the tensors of the own state_dict, as torch.distributed.checkpoint.load does."""
         own = self.optimizer.state_dict()
         if own["state"].keys() != state["state"].keys():
             self.optimizer.load_state_dict(state)

@@ -1,4 +1,5 @@
-"""The frameworks of tests/requirements.txt: there, or a reason to skip that names them."""
+"""Imports the frameworks of tests/requirements.txt for tests, or skips the tests with a reason that names what is
+missing."""
 
 import importlib
 import importlib.metadata
@@ -11,28 +12,28 @@ from typing import Any
 import pytest
 from torch.torch_version import TorchVersion
 
-# Before one of them is imported: nothing is looked up in the network, no bar is drawn, nothing is reported.
+# Has to be set before a framework is imported: no network access, no progress bars, no telemetry.
 os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_PROGRESS_BARS="1", HF_HUB_DISABLE_TELEMETRY="1")
 
 _PINS = pathlib.Path(os.path.abspath(__file__)).parent / "requirements.txt"
 
 
 def needs(*modules: str) -> pytest.MarkDecorator:
-    """Skips tests where one of the modules is not installed."""
+    """Returns a mark that skips a test if one of the modules is not installed."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     why = f"{', '.join(missing)} not installed (python -m pip install -r {_PINS.parent.name}/{_PINS.name})"
     return pytest.mark.skipif(bool(missing), reason=why)
 
 
 def older(module: str, version: str) -> bool:
-    """Whether what is installed comes before that version."""
+    """Whether the installed version of a module is older than `version`; False if it is not installed."""
     if importlib.util.find_spec(module) is None:
         return False
     return TorchVersion(importlib.metadata.version(module)) < version
 
 
 def module(name: str) -> Any:
-    """The module; where it is not installed an empty one, for tests that `needs` skips."""
+    """Returns a module; an empty one if it is not installed, for tests that `needs` skips."""
     if importlib.util.find_spec(name) is None:
         return types.ModuleType(name)
     return importlib.import_module(name)

@@ -1,10 +1,10 @@
-"""What tests/gpu.sh counts and writes of its parts, from what each left in a folder.
+"""Counts and reports for tests/gpu.sh, from the files that its parts leave in a folder.
 
-python gpu_report.py counts FOLDER                                   of FOLDER/journals: passed, failed and skipped
-python gpu_report.py report FILE.json FOLDER PASSED FAILED SKIPPED   of FOLDER/parts and FOLDER/journals
+python gpu_report.py counts FOLDER                                   prints passed, failed, skipped of FOLDER/journals
+python gpu_report.py report FILE.json FOLDER PASSED FAILED SKIPPED   writes FILE.json from FOLDER/parts and journals
 
-A journal is a file of tests: tests/gpu/journal.py says which lines the tests' processes write, tests/gpu_files.py which
-it adds.
+Each test file has a journal. tests/gpu/journal.py describes the lines that test processes write there,
+tests/gpu_files.py those that it adds.
 """
 
 import json
@@ -20,7 +20,8 @@ def lines(journal: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def tally(journal: pathlib.Path) -> dict[str, Any]:
-    """How many tests passed, failed and were skipped, and what there is to say of them."""
+    """Returns the results of a test file: numbers of passed, failed and skipped tests, texts of failures, reasons of
+    skips, slowest tests, processes."""
     numbers = {"passed": 0, "failed": 0, "skipped": 0}
     failures: dict[str, str] = {}
     skips: dict[str, int] = {}
@@ -56,7 +57,7 @@ def _tallies(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
 
 
 def report(folder: pathlib.Path, totals: list[int]) -> dict[str, Any]:
-    """Everything, for a file of JSON."""
+    """Returns the whole report, for a JSON file. totals: passed, failed, skipped."""
     parts: dict[str, Any] = _tallies(folder)
     noted = folder / "parts"
     for line in noted.read_text().splitlines() if noted.exists() else []:

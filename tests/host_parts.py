@@ -1,4 +1,5 @@
-"""Devices for the tests of `offload_fraction`: the host in a device's place, with copies that are late."""
+"""Simulated devices for the tests of `offload_fraction`: the host in a device's place, with copies that are done
+late."""
 
 import ctypes
 import threading
@@ -11,11 +12,11 @@ from torch import Tensor
 
 from torch_ext.optim.cpu_offload import copies, host_states, staged_args
 
-NUMEL = 4096  # elements of a batch here: small tests have many batches, and parameters that are cut
+NUMEL = 4096  # elements of a batch: so few that small tests have many batches, and parameters split between batches
 
 
 class LateStream:
-    """Does what it was asked for, in that order, when somebody waits for it."""
+    """A stream that runs its tasks, in order, only when they are waited for."""
 
     def __init__(self) -> None:
         self.asked: list[Callable[[], Any]] = []
@@ -34,7 +35,8 @@ class LateStream:
 
 
 class LateCopies(copies.HostCopies):
-    """Copies are made when somebody waits for them, and until then what they write is rubbish."""
+    """Copies that are done when they are waited for. Until then their targets contain rubbish, so that reading them too
+    early is detected."""
 
     shared = False
     slots = 2
@@ -73,12 +75,12 @@ class LateCopies(copies.HostCopies):
 
 
 class LateOps:
-    """What the library is told of two streams."""
+    """The C library's functions to copy between host and device, on two late streams."""
 
     def __init__(self, down: LateStream, up: LateStream) -> None:
         self.ways = (down, up)
-        self.marks: dict[tuple[int, int], int] = {}  # by way and slot
-        self.follows = threading.local()  # whether what the thread copies down comes after something
+        self.marks: dict[tuple[int, int], int] = {}  # (direction, slot) -> how many tasks were asked for at its mark
+        self.follows = threading.local()  # .now: whether the thread's next copy to the host waits for one to the device
         functions = (
             staged_args.COPY(self.copy),
             staged_args.MARK(self.mark),
@@ -88,7 +90,7 @@ class LateOps:
         self.native = staged_args.CopyOps(ctypes.sizeof(staged_args.CopyOps), None, *functions)
 
     def copy(self, _ctx: Any, up: int, to: int, source: int, nbytes: int, _error: Any) -> int:
-        if not (up == 0 and getattr(self.follows, "now", False)):  # else somebody may read it still
+        if not (up == 0 and getattr(self.follows, "now", False)):  # if so, an earlier copy may still read it
             ctypes.memset(to, 0xB3, nbytes)
         self.ways[up].ask(lambda: ctypes.memmove(to, source, nbytes))
         return 0
@@ -115,8 +117,8 @@ class PromptCopies(copies.HostCopies):
 
 @contextmanager
 def copying(kind: str) -> Iterator[list[int]]:
-    """Optimizers that take their first step here have these copies: "prompt", "late". Yields the sizes of the buffers
-    that are made."""
+    """Gives optimizers that make their first step in this context "late" or "prompt" copies. Yields the list of the
+    sizes of the buffers that are created."""
     made: list[int] = []
     before = host_states.copies_of
 

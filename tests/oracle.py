@@ -1,6 +1,6 @@
-"""What a step should give, in float64: AdamW and Adam from the papers, gradient norms, and errors in ulps.
+"""The expected results of steps, in float64: AdamW and Adam from the papers, gradient norms, and errors in ulps.
 
-Shares nothing with the kernels: no bit patterns, no fp32, the formulas as they are printed (semantics.md, G1, G2).
+Shares nothing with the kernels: no bit patterns, no fp32, and the formulas as printed (semantics.md, G1, G2).
 """
 
 import math
@@ -11,8 +11,8 @@ from torch import Tensor
 
 
 class AdamW:
-    """One parameter's exact training: Loshchilov & Hutter 2019, Algorithm 2; with `decoupled=False` Kingma & Ba's Adam
-    with weight decay added to the gradient. `p`, `m`, `v` are float64 of the parameter's shape; `t` counts steps.
+    """Trains one parameter in float64 by Loshchilov & Hutter 2019, Algorithm 2; with `decoupled=False` by Kingma & Ba's
+    Adam with weight decay added to the gradient. `p`, `m`, `v` have the parameter's shape; `t` counts steps.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class AdamW:
         self.weight_decay, self.decoupled, self.maximize = weight_decay, decoupled, maximize
 
     def step(self, grad: Tensor, *, clip_coef: float = 1.0, grad_scale: float = 1.0) -> Tensor:
-        """Takes one step with `grad * clip_coef / grad_scale`; returns the new parameter."""
+        """Makes one step with `grad * clip_coef / grad_scale`. Returns the new parameter."""
         beta1, beta2 = self.betas
         g = grad.detach().to(torch.float64) * clip_coef / grad_scale
         if self.maximize:
@@ -54,25 +54,25 @@ class AdamW:
 
 
 def norm(grads: Iterable[Tensor]) -> float:
-    """The Euclidean norm over all elements of all tensors, its sum exact up to the last rounding."""
+    """Returns the Euclidean norm over all elements of all tensors. Each sum is exact up to its last rounding."""
     squares = (math.fsum(g.detach().to(torch.float64).square().flatten().tolist()) for g in grads)
     return math.sqrt(math.fsum(squares))
 
 
 def clip_coefficient(total_norm: float, max_norm: float) -> float:
-    """G2."""
+    """Returns the clip coefficient by formula G2."""
     return min(1.0, max_norm / (total_norm + 1e-6))
 
 
 def ulp(exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """The distance of neighbouring numbers of `dtype` at `exact`, float64; below the normals their fixed distance."""
+    """Returns the distance of neighbouring numbers of `dtype` at `exact`, in float64. For subnormals it is constant."""
     info = torch.finfo(dtype)
     _, exponent = torch.frexp(exact.abs().clamp_min(info.tiny))
     return torch.ldexp(torch.full_like(exact, info.eps), exponent - 1)
 
 
 def ulp_error(actual: Tensor, exact: Tensor) -> float:
-    """The largest error of `actual` in ulps of its own dtype; 0.5 is correct rounding."""
+    """Returns the largest error of `actual` in ulps of its own dtype; correct rounding gives at most 0.5."""
     if actual.numel() == 0:
         return 0.0
     error = (actual.detach().to(torch.float64) - exact).abs()

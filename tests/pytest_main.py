@@ -1,7 +1,7 @@
-"""Runs pytest on the files given, for `bazel test` and by hand: python tests/pytest_main.py tests/torch/test_adamw.py.
+"""Runs pytest on the given files, for `bazel test` and by hand: python tests/pytest_main.py tests/torch/test_adamw.py.
 
-Passes and skips are written case by case to $XML_OUTPUT_FILE, from which tests/run.sh adds up its closing line. A file
-without a single test is a failure (pytest's exit status 5).
+Writes the result of each case to $XML_OUTPUT_FILE, from which tests/run.sh adds up its last line. A file without a
+single test is a failure (pytest's exit status 5).
 """
 
 import gc
@@ -11,12 +11,12 @@ import sys
 
 import pytest
 
-# abspath, not realpath: under Bazel this file is a link in the runfiles, and the library lies beside the link.
+# abspath, not realpath: under Bazel this file is a link in the runfiles, and the library is next to the link.
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 class _FreezeGc:
-    """What torch and pytest are made of stays: no collection has to look at it again."""
+    """Exempts the objects of torch and pytest from garbage collection, so that later collections are quicker."""
 
     def pytest_collection_finish(self) -> None:
         gc.collect()

@@ -1,9 +1,9 @@
-"""pytest_main under the address and undefined-behaviour sanitizers, for tests whose libtorch_ext.so has them:
+"""Runs pytest_main with a libtorch_ext.so that is built with the address and undefined-behaviour sanitizers:
 
     bazel test --config=asan //tests/torch:sanitized
 
-The sanitizer's library has to be in a process before everything else, so this starts Python anew with it preloaded.
-Where that cannot be done each test is a skip, which says why.
+The sanitizer's library has to be loaded before all others, so this program restarts Python with the library preloaded.
+If that is not possible, each test is skipped with the reason.
 """
 
 import ctypes.util
@@ -18,13 +18,14 @@ import pytest_main
 PRELOADED = "TX_ASAN_PRELOADED"
 WHY_NOT = "TX_ASAN_WHY_NOT"
 
-# Python and torch keep memory until the process ends; a request for too much returns NULL, as it does without.
+# No leak detection: Python and torch keep memory until the process ends. A request for too much memory returns NULL, as
+# it does without the sanitizer.
 OPTIONS = "detect_leaks=0:allocator_may_return_null=1:detect_odr_violation=0:quarantine_size_mb=64"
 
 
 def libraries() -> list[str]:
-    """What has to be preloaded: with the sanitizer's also what throws C++ exceptions, which it looks up at the begin.
-    Empty where it is not installed."""
+    """Returns the libraries to preload: the sanitizer's, and libstdc++, in which the sanitizer looks up the functions
+    that throw C++ exceptions when it starts. Empty if they are not installed."""
     try:
         found = subprocess.run(
             ["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
@@ -36,12 +37,12 @@ def libraries() -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Of a process with the sanitizers."""
+    """Returns the environment variables of a process with the sanitizers."""
     return {"LD_PRELOAD": " ".join(libraries()), "ASAN_OPTIONS": OPTIONS, "UBSAN_OPTIONS": "print_stacktrace=1"}
 
 
 def why_not() -> str:
-    """Why this cannot be done here; "" where it can."""
+    """Returns why this machine or build cannot run tests with the sanitizers; "" if it can."""
     if not libraries():
         return "gcc has no libasan.so here"
     library = pathlib.Path(__file__).absolute().parents[1] / "libtorch_ext.so"  # in Bazel's runfiles
@@ -54,7 +55,7 @@ def why_not() -> str:
 
 
 class _Skips:
-    """All tests."""
+    """A pytest plugin that skips all tests."""
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         for item in items:

@@ -1,9 +1,9 @@
-"""Adds up what `bazel test` did: python tests/tally.py FOLDER, called by tests/run.sh.
+"""Adds up the results of `bazel test`: python tests/tally.py FOLDER, called by tests/run.sh.
 
-FOLDER has, for each call of Bazel, NAME.json (its build events, one JSON object a line) and NAME.status (its exit
-status). Counted are the cases in the XML reports of exactly the targets of these calls, cached or not; a target that
-was not built, or that died without naming a failed case, is one failure. NAME.skipped, which holds the reason, stands
-for a call that was not made, and is one skip. Failures and skips are listed by name.
+FOLDER has, for each call of Bazel, NAME.json (its build events, one JSON object per line) and NAME.status (its exit
+status). Counts the cases in the XML reports of exactly the targets of these calls, cached or not. A target that was not
+built, or that ended abnormally without naming a failed case, is one failure. NAME.skipped contains the reason why a
+call was not made, and counts as one skip. Failures and skips are listed by name.
 """
 
 import json
@@ -29,7 +29,8 @@ def one_line(text: str | None) -> str:
 
 
 def count_report(report: bytes, where: str, tally: Tally) -> None:
-    """Every test case of a JUnit report. GoogleTest says "skipped" or "suppressed" (disabled) in an attribute, too."""
+    """Counts the test cases of a JUnit report. GoogleTest marks "skipped" and "suppressed" (disabled) cases by an
+    attribute."""
     for case in ElementTree.fromstring(report).iter("testcase"):
         suite = case.get("classname", "").split(".")[-1]
         name = f"{where} {suite}.{case.get('name', '')}".replace(" .", " ")
@@ -52,7 +53,7 @@ def reports(event: dict[str, Any]) -> Iterator[bytes]:
 
 
 def count_call(events: pathlib.Path, tally: Tally) -> None:
-    """One call of Bazel."""
+    """Counts one call of Bazel. events: its NAME.json."""
     call = events.stem
     status = int(events.with_suffix(".status").read_text())
     failures_before = len(tally.failed)
@@ -70,7 +71,7 @@ def count_call(events: pathlib.Path, tally: Tally) -> None:
                 tally.failed.append(f"{where}: {outcome}")
         elif kind == "targetCompleted" and not event.get("completed", {}).get("success"):
             reason = event.get("aborted", {}).get("reason", "")
-            if reason != "SKIPPED":  # not for this platform
+            if reason != "SKIPPED":  # "SKIPPED": the target is not for this platform
                 tally.failed.append(f"{where}: not built {reason}".rstrip())
     if status and len(tally.failed) == failures_before:
         tally.failed.append(f"{call}: bazel ended with status {status}")

@@ -1,4 +1,4 @@
-"""How torchtitan 0.3 makes, saves and loads optimizers, as far as ours meets it."""
+"""Rebuilds how torchtitan 0.3 creates, saves and loads optimizers, as far as it concerns ours."""
 
 import dataclasses
 import re
@@ -25,7 +25,8 @@ def default_adamw(lr: float = 8e-4) -> Any:
 
 
 class OptimizersContainer(torch.optim.Optimizer):
-    """One optimizer for each model part and name; the first pattern that a parameter's name matches is its group."""
+    """Has one optimizer for each model part and optimizer name. A parameter is in the group of the first pattern that
+    its name matches."""
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config:
@@ -69,7 +70,7 @@ class OptimizersContainer(torch.optim.Optimizer):
             one.zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """state.NAME.KEY and param_groups.NAME.KEY of all optimizers."""
+        """Returns state.NAME.KEY and param_groups.NAME.KEY of all optimizers."""
         flat: dict[str, Any] = {}
         for one in self.optimizers:
             _init_state(one)
@@ -82,7 +83,7 @@ class OptimizersContainer(torch.optim.Optimizer):
         return flat
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What each optimizer has of a parameter in memory says which keys are looked for."""
+        """Loads, for each parameter, only the keys that the optimizer's state in memory has."""
         for one in self.optimizers:
             _init_state(one)
             state: dict[int, Any] = {}
@@ -99,13 +100,13 @@ class OptimizersContainer(torch.optim.Optimizer):
 
 
 def _init_state(optimizer: torch.optim.Optimizer) -> None:
-    """Where there is no state, torchtitan steps with gradients of zero and lr 0, as torch.distributed.checkpoint does;
-    ours has state as soon as that is asked for."""
+    """Makes sure that there is state. torchtitan, like torch.distributed.checkpoint, steps with zero gradients and lr 0
+    if there is none. Our optimizers create it as soon as it is accessed."""
     assert optimizer.state
 
 
 def install() -> None:
-    """As torchtitan.components.optimizer, where that is not installed."""
+    """Registers this module as torchtitan.components.optimizer, for tests without torchtitan."""
     here = sys.modules[__name__]
     for name in ("torchtitan", "torchtitan.components"):
         sys.modules.setdefault(name, types.ModuleType(name))

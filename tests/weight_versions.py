@@ -1,6 +1,8 @@
-"""Versions of weights of which one in a hundred is lost, repeated, comes too early, is damaged, or another trainer's:
-python tests/weight_versions.py --versions 100000 [--seed S]. After each, the engine has the bits of the version that it
-says it is at; whatever went wrong was refused by its name.
+"""Publishes many versions of weights with faults: one in a hundred is lost, repeated, too early, damaged, or from
+another trainer. python tests/weight_versions.py --versions 100000 [--seed S]
+
+After each version, the engine has to have the bits of the version that it reports, and each fault has to be rejected
+with an error that names it.
 """
 
 import argparse
@@ -26,7 +28,7 @@ FAULTS = {
     "damaged": r"damaged|cut off|has format",
     "foreign": r"is of chain|of another model",
 }
-"""And what the error says of it."""
+"""Fault -> a regular expression of its error."""
 
 _SHARE = 0.01
 _SIZES = {"matrix": 300, "vector": 7, "norm": 130}
@@ -37,11 +39,11 @@ class Found:
     versions: int = 0
     faults: collections.Counter[str] = field(default_factory=collections.Counter)
     wrong: list[str] = field(default_factory=list)
-    """Versions whose bits are others, and faults that were taken, or that are refused by another name."""
+    """What went wrong: versions with other bits, and faults that were accepted or got another error."""
 
 
 class _Trainer:
-    """Weights that move a little at random. A model this small is stepped in a few microseconds."""
+    """A trainer with random gradients. Its model is so small that a step takes a few microseconds."""
 
     def __init__(self, seed: int, exact: bool) -> None:
         self._draw = torch.Generator().manual_seed(seed)
@@ -64,7 +66,7 @@ class _Trainer:
 
 
 class _Channel:
-    """Between a trainer and its engine."""
+    """The connection between a trainer and its engine, which causes the faults."""
 
     def __init__(self, seed: int, exact: bool) -> None:
         self._draw = random.Random(seed)
@@ -76,7 +78,7 @@ class _Channel:
         self.found = Found()
 
     def send(self) -> None:
-        """The next version, after a fault now and then."""
+        """Sends the next version, sometimes with a fault before it."""
         delta = self._trainer.next_version()
         self.found.versions += 1
         fault = ""
@@ -89,7 +91,8 @@ class _Channel:
         self._compare("applied")
 
     def _fault(self, fault: str, delta: bytes) -> bytes:
-        """What arrives in the place of a delta is refused; returns what brings the engine there after all."""
+        """Sends something wrong instead of a delta and checks that it is rejected. Returns what brings the engine to
+        the newest version."""
         before = {name: t.clone() for name, t in self._engine.items()}
         wrong, right = delta, delta
         if fault in ("lost", "reordered"):
@@ -105,7 +108,7 @@ class _Channel:
             cut, bit = self._draw.random() < 0.2, 1 << self._draw.randrange(8)
             wrong = delta[:at] if cut else delta[:at] + bytes([delta[at] ^ bit]) + delta[at + 1 :]
         if fault == "lost":
-            right = self._trainer.publisher.full()  # which is no fault twice
+            right = self._trainer.publisher.full()  # all weights, which do not depend on the lost version
         version = self._subscriber.version
         try:
             self._subscriber.apply(wrong)
