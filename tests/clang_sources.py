@@ -27,6 +27,8 @@ ISAS: dict[str, list[str]] = starlark("bazel/isa.bzl")["ISAS"][platform.machine(
 
 
 class Source(NamedTuple):
+    """A C source with its flags."""
+
     path: str
     """The path from the repository's root."""
     flags: list[str]

@@ -43,6 +43,7 @@ class Averages:
         self.counts: dict[str, int] = {}  # steps so far
 
     def stepped(self, counts: dict[str, int], masters: dict[str, Tensor]) -> None:
+        """Updates the averages of the parameters that have stepped since the last call."""
         for name, count in counts.items():
             before, self.counts[name] = self.counts.get(name, 0), count
             self.sizes[name] = max(self.sizes.get(name, 0.0), float(masters[name].norm()))
@@ -76,6 +77,7 @@ class Engine:
         self.subscriber = torch_ext.WeightSubscriber(self.tensors, mapping=mapping)
 
     def weights(self) -> dict[str, Tensor]:
+        """Returns the received weights under the parameters' names and in their shapes."""
         if not self.fused:
             return self.tensors
         found = {name: value for name, value in self.tensors.items() if name not in ("fused", "p3t")}

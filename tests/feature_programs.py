@@ -31,6 +31,8 @@ DISTRIBUTED_WITHOUT = ["step_of_some", "freeze", "group", "scaled", "accumulate"
 
 
 class Act(NamedTuple):
+    """One act of a history: the name of a method, and its seed."""
+
     what: str
     seed: int
 
@@ -51,6 +53,7 @@ class Compared:
         self.new_publisher()
 
     def new_publisher(self) -> None:
+        """Replaces a's publisher. Existing engines are loaded from all of its weights."""
         c = self.config
         self.publisher = torch_ext.WeightPublisher(self.a.model, self.a.optimizer, exact=c.exact, sliceable=c.sliceable)
         self.kept: list[Any] = []
@@ -68,6 +71,7 @@ class Compared:
         assert not differ, f"weights differ: {differ}"
 
     def after(self, act: Act, before: dict[str, Tensor], counts: dict[str, int]) -> None:
+        """Checks steps, averages and health after an act that both trainers did."""
         now = steps_of(self.b)
         assert steps_of(self.a) == now, (steps_of(self.a), now)
         if act.what == "save":
@@ -89,6 +93,7 @@ class Compared:
             self.check_health([name for name in now if now[name] != counts.get(name, 0)], before, masters)
 
     def check_health(self, moved: list[str], before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
+        """Compares a's health report with the update and the weights of b. moved: the parameters that stepped."""
         self.measured = True
         found = {p.name: p for p in self.a.optimizer.health().params}
         assert sorted(found) == sorted(moved), (sorted(found), sorted(moved))
@@ -133,6 +138,7 @@ class Program(Compared):
     """Runs both trainers through a history. Its methods named like FEATURES are acts of trainer a alone."""
 
     def acts(self, n: int) -> list[Act]:
+        """Draws a history that is legal for the configuration and the strategy."""
         among = COMMON + FEATURES * 2
         if not self.config.features.get("step_in_backward"):
             among = among + NOT_IN_BACKWARD
@@ -145,6 +151,7 @@ class Program(Compared):
         return [Act(self.draw.choice(among), self.draw.randrange(1 << 30)) for _ in range(n)]
 
     def run(self, acts: list[Act]) -> None:
+        """Runs a history. An error is raised with the history up to the failing act."""
         for at, act in enumerate(acts):
             try:
                 self.do(act)
@@ -172,6 +179,7 @@ class Program(Compared):
         self.a.optimizer.measure_health()
 
     def publish(self, seed: int) -> None:
+        """Publishes a version and applies it to the engines, with parts shuffled or merged, late or not."""
         parts = gathered(self.publisher.publish())
         draw = random.Random(seed)
         draw.shuffle(parts)
@@ -194,6 +202,7 @@ class Program(Compared):
             self.follow(joins)
 
     def refuses(self, parts: list[bytes], words: str) -> None:
+        """Checks that the late engine rejects the parts with an error that contains the words."""
         try:
             self.late_engine.subscriber.apply(parts)
         except RuntimeError as error:
@@ -264,6 +273,7 @@ class Program(Compared):
         torch_ext.onload(self.a.model, self.a.optimizer)
 
     def restart(self, seed: int) -> None:
+        """Restarts trainer a in one of several ways."""
         draw = random.Random(seed)
         a = self.a
         way = draw.choice(list(RESTARTED) if self.strategy is None else ["dcp", "at_rest_dcp", "consolidated"])

@@ -38,6 +38,8 @@ def _freeze(a: Trainer, frozen: list[str]) -> None:
 
 
 def _saved(save: Callable[[Any, Any], None], load: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Returns a function that saves a state to a file and loads it."""
+
     def through(state: Any) -> Any:
         with tempfile.TemporaryDirectory() as folder:
             file = pathlib.Path(folder) / "checkpoint.pt"

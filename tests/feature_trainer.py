@@ -126,6 +126,7 @@ class Trained:
         self.make()
 
     def make(self) -> None:
+        """Creates the model and its optimizer."""
         c = self.config
         self.plain = Layers(c.dtype)
         options = c.options | (c.features if self.with_features else {})
@@ -141,6 +142,7 @@ class Trained:
         self.optimizer: Any = c.kind(named, policy=policy, **options)
 
     def add_late(self) -> None:
+        """Trains the parameter `late` from now on, in a group of its own."""
         self.plain.late.requires_grad_(True)
         group = {"params": [("late", self.plain.late)], "lr": 1e-3}
         if self.config.kind is torch_ext.Muon:

@@ -24,6 +24,7 @@ class _FreezeGc:
 
 
 def main(*plugins: object) -> int:
+    """Runs pytest with the arguments of the process. Returns its exit status."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:  # without an origin it is a folder of that name, such as tests/torch
         sys.exit(

@@ -63,6 +63,7 @@ class _Skips:
 
 
 def main() -> int:
+    """Restarts Python with the sanitizer if it can, then runs pytest. Returns its exit status."""
     if PRELOADED not in os.environ and not (reason := why_not()):
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | environment() | {PRELOADED: "1"})
     if PRELOADED not in os.environ:

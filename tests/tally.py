@@ -19,6 +19,8 @@ from typing import Any
 
 @dataclass
 class Tally:
+    """The number of passed cases, and a line for each case that failed or was skipped."""
+
     passed: int = 0
     failed: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)

@@ -36,6 +36,8 @@ _SIZES = {"matrix": 300, "vector": 7, "norm": 130}
 
 @dataclass
 class Found:
+    """The results of a run."""
+
     versions: int = 0
     faults: collections.Counter[str] = field(default_factory=collections.Counter)
     wrong: list[str] = field(default_factory=list)

@@ -55,6 +55,7 @@ def optimizer_of(model: nn.Module, states: Any, **options: Any) -> torch_ext.Ada
 
 
 def trained(states: str, steps: int) -> tuple[nn.Module, torch_ext.AdamW]:
+    """Returns the model of examples/gpt and its optimizer after so many steps."""
     sys.path.insert(0, str(_EXAMPLE))
     example = importlib.import_module("model")
     torch.manual_seed(0)
@@ -145,6 +146,7 @@ def codec() -> Iterator[str]:
 
 
 def _gpt2(states: str) -> tuple[nn.Module, torch_ext.AdamW]:
+    """Returns a module with GPT-2's shapes and its optimizer, after two steps."""
     model = nn.Module()
     for i, p in enumerate(workload.make(workload.gpt2(), torch.bfloat16, 0)):
         model.register_parameter(f"p{i}", p)

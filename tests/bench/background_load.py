@@ -71,6 +71,7 @@ class BackgroundLoad:
 
 
 def main() -> None:
+    """Runs one process: answers "CONFIGURATION ISA SEED" by running the kernel until the next line comes."""
     torch.set_num_threads(1)
     made: dict[str, InCache] = {}
     for asked in iter(sys.stdin.readline, ""):  # the input ends when the benchmark's process does

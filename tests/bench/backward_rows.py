@@ -20,6 +20,8 @@ _ROUNDS = 40
 
 
 class _Small(torch.nn.Module):
+    """A model of many small parameters, so that backward's time is that of the hooks."""
+
     def __init__(self) -> None:
         super().__init__()
         self.all = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(_NUMEL)) for _ in range(_TENSORS))

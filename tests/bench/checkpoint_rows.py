@@ -59,6 +59,7 @@ def measure(name: str, way: str, shapes: Shapes, seed: int) -> tuple[Peak, Peak]
 
 
 def _ask(name: str, way: str, loads: bool, shapes: Shapes, seed: int, folder: str) -> Peak:
+    """Measures a save or a load in a new process."""
     question = json.dumps([name, way, loads, shapes, seed, folder])
     command = [sys.executable, "-m", "bench.checkpoint_rows"]
     run = subprocess.run(command, input=question, capture_output=True, text=True, env=environment())
@@ -68,6 +69,7 @@ def _ask(name: str, way: str, loads: bool, shapes: Shapes, seed: int, folder: st
 
 
 def _answer(name: str, way: str, loads: bool, shapes: Shapes, seed: int, folder: str) -> Peak:
+    """Measures in this new process, after a small run."""
     warnings.simplefilter("ignore")  # DCP warns that there is one process
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as small:  # a small run first, which starts threads and loads code

@@ -121,6 +121,7 @@ def copy_of(traffic: float, params: int, device: str = _DEVICE) -> Callable[[], 
 
 
 def _wall(bench: Bench) -> None:
+    """Compares the step on one flat tensor with a copy of as many bytes."""
     for name in _WALL:
         configuration = CONFIGURATIONS[name]
         what = f"{name} ({configuration.about}): fraction of the copy bandwidth"
@@ -158,6 +159,7 @@ def _many(bench: Bench) -> None:
 
 
 def _torch(bench: Bench) -> None:
+    """Compares the step of GPT-2's tensors with torch's fused AdamW and the mixed recipe."""
     shapes = bench.model
     pairs: Sequence[tuple[str, str, Stepper, Bar]] = (
         (
@@ -201,6 +203,7 @@ def launches(step: Callable[[], object]) -> list[str]:
 
 
 def _launches(bench: Bench) -> None:
+    """Counts the kernels of a step, alone and with a clip."""
     for name in _WALL:
         ours = optimizer_configs.ours(CONFIGURATIONS[name], bench.model, bench.seed, _DEVICE)
 

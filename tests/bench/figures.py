@@ -24,6 +24,8 @@ class Bar(NamedTuple):
 
 @dataclass(frozen=True)
 class Figure:
+    """A measured figure, with its target if it has one."""
+
     row: str  # a key of step_rows.ROWS
     what: str
     value: Spread
@@ -69,6 +71,8 @@ class Point(NamedTuple):
 
 @dataclass
 class Findings:
+    """Everything that a run of the benchmark has found."""
+
     figures: list[Figure] = field(default_factory=list)
     skips: list[Skip] = field(default_factory=list)
     points: list[Point] = field(default_factory=list)

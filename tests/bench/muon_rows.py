@@ -70,6 +70,7 @@ def muon(bench: Bench) -> None:
 
 
 def _passes(bench: Bench) -> None:
+    """Compares both passes with the wall of the bytes that they move."""
     passes = Passes(bench.params, bench.seed)
     contenders: dict[str, Callable[[], object]] = {
         "both": passes.both,
@@ -136,6 +137,7 @@ def _error(make: Callable[..., torch.optim.Optimizer], **options: object) -> flo
 
 
 def _steps(bench: Bench) -> None:
+    """Compares Muon's step with torch.optim.Muon's, and with its lower bound."""
     shapes, rounds = matrices(bench.model), max(1, min(bench.rounds, 5))
     faster = torch.float32 if faster_dtype(torch.device("cpu")) == "float32" else torch.bfloat16
     theirs = torch.optim.Muon(workload.make(shapes, torch.bfloat16, bench.seed), lr=1e-3).step

@@ -19,6 +19,8 @@ from torch_ext.optim.adamw import AdamW
 
 @dataclass(frozen=True)
 class Configuration:
+    """A configuration of torch_ext.AdamW."""
+
     name: str
     """The value of AdamW's `states`."""
     about: str

@@ -27,6 +27,8 @@ _LARGE = 1_000_000  # with so many parameters or more, the large model is measur
 
 
 class ByteGPT(nn.Module):
+    """A small GPT over bytes, with tied embeddings."""
+
     def __init__(self, width: int, layers: int, context: int) -> None:
         super().__init__()
         self.context = context
@@ -110,6 +112,7 @@ def payload(bench: Bench) -> None:
 
 
 def _deltas(bench: Bench, training: Training, lr: float, exact: bool) -> None:
+    """Measures the sizes of deltas at one learning rate. exact: the publisher's option."""
     training.step()
     publisher = torch_ext.WeightPublisher(training.model, training.optimizer, exact=exact)
     numel = sum(p.numel() for p in training.model.parameters())

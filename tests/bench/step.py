@@ -90,6 +90,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_row(bench: Bench, row: str) -> None:
+    """Measures one row and prints its figures and skips."""
     print(f"-- {row}")
     findings = bench.findings
     figures, skips = len(findings.figures), len(findings.skips)

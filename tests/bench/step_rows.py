@@ -42,6 +42,7 @@ _NS_8BIT, _NS_8BIT_THREADS, _NS_8BIT_ISAS = Bar(0.45, 0.33, lower_is_better=True
 
 
 def wall(bench: Bench) -> None:
+    """Adds the share of the bound for each configuration and instruction set."""
     present = [isa for isa in bench.isas if optimizer_configs.has_isa(isa)]
     for isa in bench.isas:
         if isa not in present:
@@ -114,6 +115,8 @@ def _gpt2_of(bench: Bench, configuration: Configuration) -> None:
 
 
 class Peer(NamedTuple):
+    """A peer, and the configuration of ours that does the same."""
+
     what: str
     make: Callable[..., Stepper]  # from shapes and a seed
     ours: str  # the configuration of ours that it is compared with
@@ -161,6 +164,8 @@ _SMALL_STEPS = 10  # steps per timing: one step takes less than a millisecond
 
 
 def _several(step: Callable[[], None]) -> Callable[[], None]:
+    """Returns a function that makes _SMALL_STEPS steps."""
+
     def steps() -> None:
         for _ in range(_SMALL_STEPS):
             step()

@@ -55,6 +55,7 @@ def libraries(folder: pathlib.Path, device: str) -> dict[str, str]:
 
 @contextmanager
 def _workers(builds: dict[str, str], arguments: Sequence[object]) -> Iterator[dict[str, Worker]]:
+    """Yields a running process for each build. They end with the context."""
     started: dict[str, Worker] = {}
     try:
         for name, library in builds.items():

@@ -24,6 +24,7 @@ def noticing(name: str, shapes: Shapes, seed: int) -> dict[str, Callable[[], obj
 
 
 def _drop_checksums(training: Training) -> None:
+    """Removes the checksums from an optimizer's plan, so that its steps do not check for external writes."""
     optimizer = training.optimizer
     optimizer.on_external_write = "ignore"  # type: ignore[attr-defined]
     plan = optimizer._stepper.plan  # type: ignore[attr-defined]

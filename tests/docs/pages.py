@@ -67,6 +67,7 @@ def read(name: str) -> Page:
 
 
 def parse(name: str, text: str) -> Page:
+    """Returns the page with this path and text."""
     page = Page(name, text)
     section = ""
     tokens = iter(_MARKDOWN.parse(page.text))

@@ -40,6 +40,7 @@ def backward(trained: nn.Module, factor: float = 1.0) -> None:
 
 
 def stepped(dtype: torch.dtype = BF16, **options: Any) -> tuple[nn.Sequential, AdamW]:
+    """Returns a model and its optimizer, after one step."""
     trained = model(dtype)
     optimizer = AdamW(trained.named_parameters(), lr=1e-2, **options)
     backward(trained)
@@ -369,6 +370,8 @@ CHECKPOINTS: list[tuple[str, Callable[[pathlib.Path], Any]]] = [
 
 
 def while_offloaded(call: Callable[[Any, Any], Any]) -> Callable[[], None]:
+    """Returns a function that makes the call while model and optimizer are offloaded."""
+
     def cause() -> None:
         trained, optimizer = stepped()
         torch_ext.offload(trained, optimizer)

@@ -38,6 +38,7 @@ def refuse(found: list[str]) -> None:
 
 
 def broken_links(page: Page) -> list[str]:
+    """Returns the link targets inside the repository that do not exist."""
     broken = []
     for link in page.links:
         if re.match(r"\w+:", link):

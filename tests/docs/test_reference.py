@@ -23,6 +23,8 @@ NOT_NAMED = {"Policy": {"values", "origins"}, "register_comm_hook": {"ddp"}}
 
 
 class _Page(html.parser.HTMLParser):
+    """The anchors, links and list items of an HTML page."""
+
     def __init__(self, text: str) -> None:
         super().__init__()
         self.anchors: set[str] = set()

@@ -21,6 +21,8 @@ LIBRARIES = (ROOT / "cuda/libtorch_ext_cuda.so", ROOT / "bazel-bin/cuda/libtorch
 
 
 class Instruction(NamedTuple):
+    """One machine instruction."""
+
     address: int
     predicated: bool
     operation: str

@@ -119,6 +119,7 @@ def begin(param: torch.dtype, master: torch.dtype | None, grad: torch.dtype, mom
 
 
 def step(library: ctypes.CDLL, tensors: list[Tensor], decoupled: bool) -> None:
+    """Makes one step by tx_adamw."""
     group = (ctypes.c_double * 7)(1e-2, 0.9, 0.999, 1e-8, 0.1, 0.0, float(decoupled))
     lists = [ctypes.pointer(CTensor(t.data_ptr(), t.numel(), CODES[t.dtype], 0)) for t in tensors]
     args = CArgs(ctypes.sizeof(CArgs), 1, *lists, 1, group, moment_rounding=1, weight_rounding=1)

@@ -18,6 +18,8 @@ def run(*command: str) -> str:
 
 
 class Library(NamedTuple):
+    """A library, and the headers that declare its functions."""
+
     headers: list[str]  # names of files in csrc
     path: pathlib.Path
     function: str  # one function that it has

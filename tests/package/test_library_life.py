@@ -16,6 +16,7 @@ LIVES = ["loaded_again_and_again", "several_copies", "threads_that_come_and_go",
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Builds library_life.c, and copies the library next to it. Returns the program."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler")

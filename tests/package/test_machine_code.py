@@ -31,6 +31,8 @@ LIMITS = {
 
 
 class Kernel(NamedTuple):
+    """The resources and the code of one kernel."""
+
     registers: int
     stack: int
     code: list[sass.Instruction]

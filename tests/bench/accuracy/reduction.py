@@ -58,6 +58,7 @@ class Reduced(NamedTuple):
 
 
 def reduce(ranks: int, gradients: Gradients) -> Reduced:
+    """Returns the errors of the mean over `ranks` simulated ranks."""
     elements = gradients.elements
     exact = torch.zeros(elements, dtype=torch.float64)
     ring = torch.zeros(elements, dtype=torch.bfloat16)
@@ -106,6 +107,7 @@ class Accumulated(NamedTuple):
 
 
 def accumulate(micro_batches: int, gradients: Gradients) -> Accumulated:
+    """Returns the errors of the sum over `micro_batches` micro-batches."""
     exact = torch.zeros(gradients.elements, dtype=torch.float64)
     narrow = torch.zeros(gradients.elements, dtype=torch.bfloat16)
     wide = torch.zeros(gradients.elements)

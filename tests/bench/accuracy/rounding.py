@@ -98,6 +98,7 @@ def follow_moments(decay: Decay, kinds: Sequence[tuple[str, str]], seed: int) ->
 
 
 def _moment_optimizer(decay: Decay, state: str, rounding: str, seed: int) -> AdamW:
+    """Returns an AdamW with one bf16 weight whose moments have this dtype and rounding."""
     config = {"exp_avg_dtype": STATES[state], "exp_avg_sq_dtype": STATES[state]}
     policy = load_policy(torch.bfloat16, override_optimizer_config=config)
     weight = nn.Parameter(torch.zeros(decay.elements, dtype=torch.bfloat16))

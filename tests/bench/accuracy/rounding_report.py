@@ -57,6 +57,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _moments(decay: Decay, tracks: Sequence[Track]) -> str:
+    """Returns the table of exp_avg_sq after the gradients have dropped."""
     times = [decay.warmup, decay.warmup + 2000, decay.steps]
     rows = [["state of v", "rounding", "mean v / exact", "median v / exact", "rms error of the step, %"]]
     rows[0] += ["mean off at most, %", "step off at most, %"]
@@ -82,6 +83,7 @@ def _moments(decay: Decay, tracks: Sequence[Track]) -> str:
 
 
 def _weights(seed: int, steps: Sequence[int], elements: int) -> str:
+    """Returns the table of bf16 weights without master weights."""
     rows = [["rounding", *(f"after {step} steps" for step in steps)]]
     for error in follow_weights(steps, seed, elements):
         rows.append([error.rounding, *(f"{error.shares[step]:.3f}" for step in steps)])
@@ -93,6 +95,7 @@ def _weights(seed: int, steps: Sequence[int], elements: int) -> str:
 
 
 def _remainders(seed: int, quick: bool) -> tuple[str, bool]:
+    """Returns the table of remainders against fp32 masters, and whether they differ by nothing but the rule."""
     steps = _QUICK_REMAINDER_STEPS if quick else _REMAINDER_STEPS
     rows = [["seed", "elements x steps", "rule met", "elements that met it", "differ from the rule", "differ, not met"]]
     right = True

@@ -63,6 +63,7 @@ def _accumulate(model: Any, grads: list[Tensor]) -> None:
 
 
 def _ddp(grads: list[Tensor], group: dist.ProcessGroup) -> tuple[int, Tensor]:
+    """Returns 0 and DistributedDataParallel's gradient, which every rank has whole."""
     model = _Given()
     ddp = DistributedDataParallel(model, process_group=group)
     _accumulate(ddp, grads)

@@ -132,6 +132,8 @@ ALONE = "alone"
 
 @dataclass(frozen=True)
 class Row:
+    """A row: its comparisons, and the networks over which they are made."""
+
     links: tuple[str, ...]
     ranks: tuple[int, ...]
     value: Callable[[Found, Versus], Value]

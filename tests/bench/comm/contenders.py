@@ -76,6 +76,8 @@ class _Apply(torch.autograd.Function):
 
 
 class _Layer(nn.Module):
+    """A layer with a weight and a bias whose gradients are given."""
+
     def __init__(self, width: int, grads: list[Tensor], pause: float) -> None:
         super().__init__()
         self.weight, self.bias = (nn.Parameter(0.02 * torch.randn(shape)) for shape in _shapes(width))
@@ -141,6 +143,7 @@ def _ddp(task: Task, dtype: torch.dtype, megabytes: float | None = None) -> Loop
 
 
 def _zero(task: Task) -> Loop:
+    """DistributedDataParallel with torch's ZeroRedundancyOptimizer."""
     ddp = DistributedDataParallel(task.model(torch.bfloat16), process_group=task.group)
     optimizer = ZeroRedundancyOptimizer(
         ddp.parameters(), optimizer_class=torch.optim.AdamW, process_group=task.group, lr=_LR, fused=True

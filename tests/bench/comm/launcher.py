@@ -20,6 +20,8 @@ _Process = subprocess.Popen[bytes]
 
 
 class Answers(NamedTuple):
+    """The answers of the ranks of one network."""
+
     of_jobs: list[list[Answer]]  # for each finished job, each rank's answer
     why_not_all: str  # why jobs are missing, in the words of the ranks; "" if none is
 
@@ -45,6 +47,7 @@ def ask(question: Question, places: Sequence[Place], limit: float) -> Answers:
 
 
 def _start(folder: Path, rank: int, place: Place) -> _Process:
+    """Starts a rank. Its output goes to a file, for error messages."""
     command = [sys.executable, "-m", "bench.comm.rank", str(folder), str(rank)]
     environment = resident_memory.environment() | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": place.interface}
     with _output(folder, rank).open("wb") as output:
@@ -59,6 +62,7 @@ def _start(folder: Path, rank: int, place: Place) -> _Process:
 
 
 def _wait(processes: Sequence[_Process], folder: Path, limit: float) -> str:
+    """Waits for the ranks. Returns why they did not all finish; "" if they did."""
     deadline = time.monotonic() + limit
     while time.monotonic() < deadline:
         ended = [process.poll() for process in processes]

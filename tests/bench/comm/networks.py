@@ -120,6 +120,7 @@ def _ip(namespace: str, arguments: str) -> None:
 
 
 def _call(name: str, arguments: str) -> None:
+    """Runs ip or tc. Raises Unavailable, with the requirements of the network, if it fails."""
     run = subprocess.run([tool(name) or name, *arguments.split()], capture_output=True, text=True)
     if run.returncode:
         words = " ".join(run.stderr.split())

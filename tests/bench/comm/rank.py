@@ -78,6 +78,7 @@ def answer_file(job: int, rank: int) -> str:
 
 
 def _time(question: Question, job: Job) -> Answer:
+    """Builds the contenders of a job and times them in turn."""
     answer = Answer()
 
     def build(name: str, group: dist.ProcessGroup) -> Loop:
@@ -117,6 +118,7 @@ class _Step(NamedTuple):
 
 
 def _turn(loop: Loop, interface: str) -> _Step:
+    """Times a few steps of one contender."""
     loop.step()
     before = _sent_by_all(interface)
     begin, cpu_begin = time.perf_counter(), time.process_time()
@@ -153,6 +155,7 @@ def _everywhere(build: Callable[[dist.ProcessGroup], _Built]) -> tuple[_Built | 
 
 
 def _compare_errors(question: Question, job: Job) -> Answer:
+    """Measures the gradient errors of the contenders of a job."""
     answer = Answer()
     for name in job.contenders:
         error, why = _everywhere(partial(comm_accuracy.measure, name, question.seed))

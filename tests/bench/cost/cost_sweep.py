@@ -89,6 +89,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _rows(most: int) -> Iterator[Row]:
+    """Yields the rows of all clusters, models and strategies, on up to `most` ranks."""
     policy = load_policy(torch.bfloat16)
     for cluster in CLUSTERS:
         for name, make in MODELS.items():
@@ -100,6 +101,7 @@ def _rows(most: int) -> Iterator[Row]:
 
 
 def _rows_of(cluster: str, name: str, model: Model, strategy: str, most: int) -> Iterator[Row]:
+    """Yields the rows of one strategy, one for each exchange and number of ranks."""
     units = strategy == "optim_grads_params"
     asked = [
         (exchange, ranks)

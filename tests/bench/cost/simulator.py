@@ -51,6 +51,8 @@ class Cluster(NamedTuple):
 
 
 class Param(NamedTuple):
+    """A parameter as the simulator sees it."""
+
     numel: int
     rows: int  # its first dimension
     unit: int  # its FSDP2 unit; 0: the root
@@ -109,6 +111,8 @@ def _ddp_buckets(params: Sequence[torch.Tensor], cap_mb: float | None) -> list[i
 
 
 class Case(NamedTuple):
+    """One question to the simulator."""
+
     cluster: Cluster
     model: Model
     strategy: str
