@@ -21,12 +21,16 @@ from torch import Tensor
 import torch_ext
 
 LEFT_OUT = "nothing was measured: the step was left out, since a gradient was not finite"
+# Acts of both trainers, which are methods of Trainer. An act that is listed several times is drawn more often.
 COMMON = ["step"] * 6 + ["step_of_some", "write", "write_all_silently", "write_one_and_resync", "seed_masters"]
 COMMON += ["clamp", "average_masters", "freeze", "group", "lr", "save", "load"]
 COMMON += ["drop", "refused", "move"]
+# Further acts of both trainers, but not with step_in_backward.
 NOT_IN_BACKWARD = ["accumulate", "clip", "clip_by_torch", "scaled"]
+# Acts of trainer a alone, which are methods of Program.
 FEATURES = ["publish"] * 4 + ["swap", "ask", "state_dict", "measure", "restart", "offload", "masters", "republish"]
 FEATURES += ["patches", "consolidate", "resync", "load_own", "health_again"]
+# Acts that are left out on several ranks.
 DISTRIBUTED_WITHOUT = ["step_of_some", "freeze", "group", "scaled", "accumulate"]
 
 
