@@ -11,7 +11,7 @@ _CHUNK = 1 << 18  # random elements that are drawn once and reused, each time wi
 
 
 def gpt2(width: int = 768, vocabulary: int = 50257, context: int = 1024, layers: int = 12) -> Shapes:
-    """The 148 tensors of GPT-2 small (the head is tied to wte), 124.4 million parameters."""
+    """Returns the shapes of GPT-2 small's 148 tensors (the head is tied to wte), 124.4 million parameters."""
     block: list[tuple[int, ...]] = [
         *[(width,), (width,)],  # ln_1
         *[(width, 3 * width), (3 * width,), (width, width), (width,)],  # attention

@@ -26,7 +26,7 @@ PAGES = {name: pages.read(name) for name in pages.names()}
 each_page = pytest.mark.parametrize("page", [pytest.param(page, id=name) for name, page in PAGES.items()])
 
 
-def refuse(found: list[str]) -> None:
+def fail_or_skip(found: list[str]) -> None:
     """Fails if something is missing; skips the test if all that is missing is in PENDING. found: "where what", or
     "what"."""
     assert [each for each in found if each.split(" ", 1)[-1] not in PENDING] == []
@@ -54,7 +54,7 @@ def broken_links(page: Page) -> list[str]:
 
 @each_page
 def test_links_and_anchors(page: Page) -> None:
-    refuse([f"{page.name} {link}" for link in broken_links(page)])
+    fail_or_skip([f"{page.name} {link}" for link in broken_links(page)])
 
 
 def test_a_broken_link_is_found() -> None:
@@ -128,7 +128,7 @@ def wrong_command(command: str) -> str | None:
 @each_page
 def test_commands_exist(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)  # where users run them
-    refuse([f"{page.name} {wrong}" for command in commands(page) if (wrong := wrong_command(command))])
+    fail_or_skip([f"{page.name} {wrong}" for command in commands(page) if (wrong := wrong_command(command))])
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_messages_are_the_librarys() -> None:
     tables = [table for table in PAGES["docs/errors.md"].tables if table.rows[0][0] == "message"]
     parts = [part.strip("`") for table in tables for part, *_ in table.rows[1:]]
     assert len(parts) > 30
-    refuse([f"errors.md message: {part}" for part in parts if not is_a_message(part)])
+    fail_or_skip([f"errors.md message: {part}" for part in parts if not is_a_message(part)])
 
 
 # -- the API -----------------------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def test_every_public_name_is_listed() -> None:
     shown = {text for table in PAGES["docs/api.md"].tables for text in re.findall(r"`(\w+)`", table_text(table))}
     assert set(torch_ext.__all__) - shown == set()
     first = {name for row in PAGES["docs/api.md"].tables[0].rows for name in re.findall(r"`(\w+)`", row[0])}
-    refuse([name for name in sorted(first) if name not in torch_ext.__all__])
+    fail_or_skip([name for name in sorted(first) if name not in torch_ext.__all__])
 
 
 def table_text(table: pages.Table) -> str:
@@ -231,7 +231,7 @@ def test_tables_of_the_main_job_are_made_from_its_results() -> None:
     """docs/benchmarks.md has all tables that `python examples/gpt/tables.py` prints, and README.md has the first
     one."""
     if not (ROOT / "examples/gpt/results.json").exists():
-        refuse(["README.md examples/gpt/results.json"])
+        fail_or_skip(["README.md examples/gpt/results.json"])
     command = [sys.executable, str(ROOT / "examples/gpt/tables.py")]
     printed = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert printed.returncode == 0, printed.stderr
@@ -249,13 +249,13 @@ def other_names_of_the_benchmarks() -> list[str]:
 
 
 def test_benchmarks_have_the_names_of_the_pages() -> None:
-    refuse(["tests/bench names of configurations"] if other_names_of_the_benchmarks() else [])
+    fail_or_skip(["tests/bench names of configurations"] if other_names_of_the_benchmarks() else [])
 
 
 # -- what is pending ---------------------------------------------------------------------------------------------------
 
 
-def has_come(what: str) -> bool:
+def exists_now(what: str) -> bool:
     """Whether an entry of PENDING exists now."""
     if what == "names of configurations":
         return not other_names_of_the_benchmarks()
@@ -270,4 +270,4 @@ def has_come(what: str) -> bool:
 
 
 def test_nothing_that_has_come_is_pending() -> None:
-    assert [what for what in PENDING if has_come(what)] == [], "take these lines out of tests/docs/pending.py"
+    assert [what for what in PENDING if exists_now(what)] == [], "take these lines out of tests/docs/pending.py"
