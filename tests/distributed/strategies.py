@@ -17,7 +17,6 @@ def _each(rank: int, world: int, body: Callable[..., Any], chosen: list[str], ar
 def run(
     world_size: int, body: Callable[..., Any], *args: Any, chosen: list[str] = STRATEGIES, **limits: float
 ) -> dict[str, list[Any]]:
-    """Returns, by strategy, what body(rank, world_size, strategy, *args) returned on each rank. Every rank must
-    return."""
+    """Returns, by strategy, what body(rank, world_size, strategy, *args) returned on each rank; all must return."""
     answers = ranks.run(world_size, _each, body, chosen, args, **limits)
     return {strategy: [answer[strategy] for answer in answers] for strategy in chosen}

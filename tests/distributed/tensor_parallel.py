@@ -18,8 +18,7 @@ WIDTH, HIDDEN, EXPERTS = 16, 24, 2
 
 
 class Groups(NamedTuple):
-    """This rank's groups. tp: cuts linears; dp: has copies of a part; ep: spreads experts; expert_dp: copies of
-    experts."""
+    """This rank's groups. tp: cuts linears; dp: has copies of a part; ep: spreads experts; expert_dp: their copies."""
 
     tp: Any = None
     dp: Any = None

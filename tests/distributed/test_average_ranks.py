@@ -1,5 +1,4 @@
-"""Swapping a moving average of the weights in, saving, and swapping it out must leave training unchanged, to the
-bit."""
+"""Swapping a moving average of the weights in, saving, and swapping it out must not change training by a bit."""
 
 from typing import Any
 
@@ -52,8 +51,7 @@ SWAPS = {
 def _run(way: str, settings: dict[str, Any], swap: Any) -> tuple[list[bytes], list[bytes]]:
     """Trains six steps and returns the bits of the weights and of the optimizer's whole state.
 
-    swap: writes values into the model's weights; the average is swapped in and out with it after every second step.
-    None: no swap."""
+    swap: writes values into the model's weights; the average is swapped in and out with it after every second step."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(8, 33), nn.ReLU(), nn.Linear(33, 1)).to(BF16)
     chosen = torch_ext.load_policy(
@@ -99,6 +97,5 @@ POLICIES = {"masters": {}, "remainders": {"store_param_remainders": True}}
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_D4_masters_outlive_an_average_that_comes_and_goes(name: str) -> None:
-    """A failure means that masters were resynced to their weights although the weights had come back, which loses
-    bits."""
+    """A failure means that a master lost bits: it was set to its weight, although the weight had come back."""
     ranks.run(WORLD, _all, POLICIES[name], limit=100)

@@ -47,8 +47,7 @@ def test_the_next_save_after_consolidate_state_dict_works(strategy: str, tmp_pat
 
 
 def _alone(rank: int, world: int, folder: str) -> None:
-    """Rank 0 saves without the others what it consolidated; another strategy loads it into tensors consolidated on rank
-    1."""
+    """Rank 0 saves without the others what it consolidated; another strategy loads it into what rank 1 consolidated."""
     model, optimizer = made("optim_grads")
     steps(model, optimizer, range(2))
     expected = whole(optimizer)

@@ -126,8 +126,7 @@ def test_folders_that_are_truncated_or_mixed_are_refused_by_name(saves: pathlib.
 
 
 def _readers(rank: int, world: int, folder: str) -> None:
-    """Loads our writer's folder with torch's reader, and torch's with ours. Then saves to one folder again and
-    again."""
+    """Loads our writer's folder with torch's reader, and torch's with ours. Then saves to one folder repeatedly."""
     for saved, reader in (("former", dcp.FileSystemReader), ("torch's former", torch_ext.CheckpointReader)):
         model, optimizer = made("optim", EIGHT_BIT)
         steps(model, optimizer, SAVES["former"][2])

@@ -176,8 +176,7 @@ def test_a_link_that_is_none_is_refused() -> None:
 
 
 def _as_planned(rank: int, world: int) -> None:
-    """A given speed must not be measured. A measured one must be in the plan, also after the buckets are laid out
-    again."""
+    """A given speed must not be measured. A measured one must be in the plan, also after a new layout."""
     measured = []
 
     def measure(*_: Any) -> float:

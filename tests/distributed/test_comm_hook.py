@@ -1,4 +1,4 @@
-"""register_comm_hook: the bits are no_shard's, and where something goes wrong every rank gets our message and DDP works
+"""register_comm_hook: the bits are no_shard's. Where something goes wrong, every rank gets our message and DDP works
 on."""
 
 import contextlib
@@ -135,8 +135,7 @@ LONG = [(300_001,), (3,), (129, 7), (700_000,)]
 
 
 def _cut(rank: int, world: int, wire: str, dtype: torch.dtype) -> None:
-    """A slow link makes the hook cut buckets inside parameters, and compress bf16. The bits must be those of a fast
-    link."""
+    """A slow link makes the hook cut buckets inside parameters, and compress bf16. The bits must be a fast link's."""
     found, messages = [], []
     for gbps in (1000, 0.1):
         model = DistributedDataParallel(Given(LONG, dtype))
@@ -333,8 +332,8 @@ def _no_memory(*_: Any) -> Any:
 
 
 @contextlib.contextmanager
-"""Makes the second bucket fail: in the hook itself, or on the thread that packs the message."""
-    """While the hook runs, or on the thread that packs it."""
+def _second_bucket_fails(model: Any, where: str) -> Iterator[None]:
+    """Makes the second bucket fail: in the hook itself, or on the thread that packs the message."""
     ((_, state),) = model._comm_hooks
     connection, calls = state._connection, []
     reduce, communicator = connection.reduce, connection.communicator

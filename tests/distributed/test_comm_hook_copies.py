@@ -53,8 +53,7 @@ def _made(hook: str) -> tuple[Any, Any]:
 
 
 def _copied(rank: int, world: int, way: str) -> None:
-    """A copy must reduce like DDP without a hook, and the original like before; a hook can be registered with the
-    copy."""
+    """A copy must reduce like DDP without a hook, and the original with its hook. A copy can get a hook."""
     plain = DistributedDataParallel(Given(SHAPES), bucket_cap_mb=0.0001)
     without = _train(plain, rank, range(3))
     found = {}

@@ -53,8 +53,7 @@ CALLS: dict[str, tuple[str, Callable[[_Training], Any]]] = {
         lambda t: torch_ext.parallelize(Given(SHAPES), t.policy, process_group=t.group),
     ),
 }
-# Calls that also fail over a back end whose collectives torch has to look up; gloo's point-to-point messages still
-# work.
+# Calls that also fail over a back end whose collectives torch has to look up. gloo's messages still work.
 COLLECTIVE_CALLS = CALLS | {
     "step": ("step()", lambda t: t.optimizer.step()),
     "master_weights": ("master_weights()", _Training.masters),

@@ -62,8 +62,7 @@ def _accelerate_3979(rank: int, world: int) -> Any:
 
 
 def _automodel_2248(rank: int, world: int) -> Any:
-    """bf16 moments, as in Automodel #2248. reduce_dtype is fp32 already: the first thing that users change does not
-    help."""
+    """bf16 moments, as in Automodel #2248. reduce_dtype, which users change first, is fp32 already."""
     model = _fsdp2(_model(BF16))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     _step(model, optimizer)
@@ -105,8 +104,7 @@ def _healthy_fsdp2(rank: int, world: int) -> Any:
 
 
 def _ours_fsdp2(rank: int, world: int) -> Any:
-    """Healthy: bf16 shards whose masters are in our optimizer. The policy's cast has nothing to do, and no bits are
-    lost."""
+    """Healthy: bf16 shards whose masters are in our optimizer. The policy's cast does nothing, and no bits are lost."""
     model = _fsdp2(_model(BF16))
     optimizer = torch_ext.AdamW(model.named_parameters(), lr=1e-5)
     found = [torch_ext.diagnose(model, optimizer)]

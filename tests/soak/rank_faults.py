@@ -200,8 +200,7 @@ def _begins(line: Line, case: Case, rank: int, step: int) -> None:
 def _survives(trainer: Trainer, case: Case, rank: int, size: int, batch: int, line: Line) -> bool:
     """Takes one step. Returns whether it was completed.
 
-    The planned exception, or Ctrl-C, ends the step. It ends the process, too, unless the kind says that training goes
-    on."""
+    The planned exception, or Ctrl-C, ends the step. It ends the process, too, unless training goes on in this kind."""
     planned = not case.delay and batch == case.step and (rank == case.victim or case.kind == "everywhere")
     try:
         _begins(line, case, rank, batch)

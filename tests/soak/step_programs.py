@@ -139,8 +139,7 @@ class Program:
         assert all(torch.equal(p, b) for p, b in zip(self.params, before, strict=True)), "a refused step wrote"
 
     def _written(self) -> None:
-        """Writes to a weight in one of several ways. It becomes the master, except where the master rounds to it
-        already."""
+        """Writes to a weight in one of several ways. It becomes the master where the master rounds to another value."""
         i = self.draw.randrange(len(SHAPES))
         value = self._noise(SHAPES[i]).to(self.dtype)
         how = self.draw.choice(["copy_", "data", "data.copy_", "numpy"])
