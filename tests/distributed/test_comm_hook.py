@@ -1,5 +1,4 @@
-"""register_comm_hook: the bits are no_shard's. Where something goes wrong, every rank gets our message and DDP works
-on."""
+"""register_comm_hook: the bits are no_shard's. Where something goes wrong, every rank gets our message."""
 
 import contextlib
 import time

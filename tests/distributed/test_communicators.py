@@ -83,7 +83,7 @@ def _temporary(rank: int, world: int, back_end: str) -> None:
     for numel, dtype in ((128, BF16), (256, FP32), (256, torch.uint8)):
         with pytest.raises(RuntimeError, match="bucket 3 has 256 elements of torch.bfloat16 in use"):
             buckets.take(3, numel, dtype)
-    assert buckets.take(3, 256, FP32, gathered=True).data.dtype == FP32, "gathered sums have other memory"
+    assert buckets.take(3, 256, FP32, gathered=True).data.dtype == FP32, "what is gathered lies elsewhere"
     codes = buckets.take(4, 256, torch.uint8)
     assert codes.data.dtype == torch.uint8 and codes.scales.numel() == 2 and len(buckets) == 3
     buckets.give_back(3)

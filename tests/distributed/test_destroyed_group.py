@@ -73,7 +73,7 @@ def _after_the_end(rank: int, world: int, strategy: str, collectives: bool) -> d
             call(training)
         messages[name] = str(raised.value)
     assert all(map(torch.equal, before, training.model.parameters())), "a failed call changes nothing"
-    assert len(training.optimizer.state_dict()["state"]) == len(SHAPES), "state_dict() is not collective"
+    assert len(training.optimizer.state_dict()["state"]) == len(SHAPES), "which is no collective"
     return messages
 
 
