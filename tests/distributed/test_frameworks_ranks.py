@@ -84,8 +84,7 @@ def _run(accelerator: Any, model: Any, optimizer: Any, steps: range) -> list[flo
 
 
 def _accelerate(rank: int, world: int, ways: list[str], folder: str) -> dict[str, Any]:
-    """Trains each way twice, the second time resumed from halfway. Returns norms, weights, and whether both are
-    equal."""
+    """Trains each way twice, the second time resumed from halfway. Returns norms, weights, whether both agree."""
     from accelerate import Accelerator
 
     _environment(rank, world)

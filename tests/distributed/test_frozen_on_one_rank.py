@@ -1,5 +1,4 @@
-"""A parameter that is frozen on one rank only must be an error on every rank, with the parameter's and the rank's
-name."""
+"""A parameter that is frozen on one rank only must be an error on every rank that names both."""
 
 import os
 from typing import Any

@@ -1,5 +1,4 @@
-"""optim_grads_params: the sum of each shard is bucket_reduce_'s, bit for bit, and stays in main_grads_dtype (E3,
-E6)."""
+"""optim_grads_params: each shard's sum is bucket_reduce_'s, bit for bit, and stays in main_grads_dtype (E3, E6)."""
 
 from typing import Any
 
@@ -106,8 +105,7 @@ def test_the_wire_has_the_policys_dtype() -> None:
 
 
 def _shards_of_masters(rank: int, world: int) -> None:
-    """fp32 parameters under a policy for bf16: weights are gathered and computed in bf16, fp32 shards are the
-    masters."""
+    """fp32 parameters under a policy for bf16: bf16 weights are gathered, fp32 shards are the masters."""
     model = Blocks(FP32)
     torch_ext.parallelize(model, policy(BF16, bucket_size=1), strategy=STRATEGY)
     seen: list[torch.dtype] = []
@@ -223,8 +221,7 @@ def test_error_of_the_fp32_shard() -> None:
 
 
 def _given_grads(rank: int, world: int) -> None:
-    """Gradients are added to what is in `.grad`: None and zeros count as nothing, a tensor set by the user as
-    itself."""
+    """Gradients are added to what is in `.grad`: None and zeros count as nothing, a user's tensor as itself."""
     model = Blocks(FP32)
     torch_ext.parallelize(model, policy(FP32), strategy=STRATEGY)
     dtypes = (FP32, FP32, FP32)

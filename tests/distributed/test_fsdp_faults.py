@@ -123,9 +123,7 @@ def test_unused_parameters_count_as_zero(who: tuple[int, ...]) -> None:
 def _unused_between(rank: int, world: int, bucket_size: int | None, main: torch.dtype, early: bool) -> None:
     """A parameter that no rank used must keep the gradient that it had, or have none, whatever its unit sends."""
     if early:
-        unit_exchange.UNDER_WAY = (
-            1  # sums are waited for, and arrive, before the ranks know which parameters were unused
-        )
+        unit_exchange.UNDER_WAY = 1  # sums arrive before the ranks know which parameters were unused
     checked = policy(FP32, main, bucket_size=bucket_size)
     model = torch_ext.parallelize(Blocks(), checked, strategy=FULLY, find_unused_parameters=True)
     optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)
@@ -259,8 +257,7 @@ def test_a_rank_that_lags_beyond_the_timeout_is_named() -> None:
 
 
 def _goes_on(rank: int, world: int, then: str, main: torch.dtype, where: str) -> str:
-    """Raises in a backward, then goes on as `then` says. where: "at once", before any unit, or while units are in
-    flight."""
+    """Raises in a backward, then goes on as `then` says. where: before any unit, or with units in flight."""
     model = _parallel(FP32, main)
     optimizer = torch_ext.AdamW(model.parameters(), lr=0.0)
     model(_grads(rank, 1)).backward()
@@ -399,8 +396,7 @@ def test_whole_gradients_at_parallelize(then: str) -> None:
 
 
 def _anew(rank: int, world: int, before: str) -> None:
-    """Parallelizes again after a forward without a backward, or a forward that raised: then the root's unit is
-    unsharded."""
+    """Parallelizes again after a forward without a backward, or one that raised: the root's unit is unsharded then."""
     model = Blocks()
     if before == "the user's":
         fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
@@ -426,8 +422,7 @@ def test_parallelize_after_a_forward(before: str) -> None:
 
 
 def _some_were_added(rank: int, world: int) -> None:
-    """With as many units in flight as are allowed, sums are added before backward ends. step() must then be
-    rejected."""
+    """With as many units in flight as are allowed, sums are added before backward ends: step() must then raise."""
     unit_exchange.UNDER_WAY = 1
     model = _parallel()
     optimizer = torch_ext.AdamW(model.parameters(), lr=0.0)

@@ -1,5 +1,4 @@
-"""A model under FSDP2's MixedPrecisionPolicy: param_dtype decides the dtypes of moments and wire; fp32 shards are
-masters."""
+"""FSDP2's MixedPrecisionPolicy: param_dtype decides the dtypes of moments and wire, fp32 shards are masters."""
 
 from typing import Any
 

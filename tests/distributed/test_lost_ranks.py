@@ -1,4 +1,5 @@
-"""A rank that is lost, lags, or raises alone: a message on every other rank, within the timeout; nothing hangs."""
+"""A rank that is lost, late, or raises alone must be an error on every other rank within the time-out; nothing may
+hang."""
 
 import datetime
 import os
@@ -28,7 +29,7 @@ def _ones() -> list[torch.Tensor]:
     return [torch.ones(s) for s in SHAPES]
 
 
-# -- killed -------------------------------------------------------------------------------------------------------
+# -- ranks that are killed -------------------------------------------------------------------------------------------
 
 
 def _dies_in_backward(rank: int, world: int, how: str) -> None:
@@ -59,18 +60,19 @@ def test_a_rank_that_dies_in_backward_is_a_message_on_the_others(how: str) -> No
         assert "gradients of cycle 2" in answer.message or "end of gradient cycle 2" in answer.message
 
 
-# -- late ---------------------------------------------------------------------------------------------------------
+# -- ranks that are late ---------------------------------------------------------------------------------------------
 
 TIMEOUT = 1.5
-LATER = 1.0 + len(STRATEGIES) * 1.5 * TIMEOUT  # half of it is for hearing who is alive
+LATER = 1.0 + len(STRATEGIES) * 1.5 * TIMEOUT  # after a time-out, a rank asks the others for half of one who is alive
 
 
 def _of_its_own(strategy: str) -> Any:
-    """A model on a process group of its own, so that one failure leaves the next model alone."""
+    """Returns a model on a process group of its own, so that its failure does not affect the next model."""
     return _parallel(strategy, process_group=dist.new_group(timeout=datetime.timedelta(seconds=TIMEOUT)))
 
 
 def _lags_in_backward(rank: int, world: int) -> dict[str, str]:
+    """Rank 1 comes too late to a backward of each strategy; returns the others' errors."""
     models = {strategy: _of_its_own(strategy) for strategy in STRATEGIES}
     for model in models.values():
         model(_ones()).backward()
@@ -99,10 +101,11 @@ def test_a_rank_that_lags_in_backward_beyond_the_timeout_is_named() -> None:
 
 
 def _lags_in_step(rank: int, world: int) -> dict[str, str]:
+    """Rank 1 comes too late to a step of each sharded strategy; returns the others' errors."""
     models = {strategy: _of_its_own(strategy) for strategy in SHARDED}
     optimizers = {strategy: torch_ext.AdamW(model.parameters(), lr=0.1) for strategy, model in models.items()}
     for model, optimizer in zip(models.values(), optimizers.values(), strict=True):
-        for last in (False, True):  # a first step compares more than the weights of it
+        for last in (False, True):  # a first step also compares the ranks' states
             model(_ones()).backward()
             if not last:
                 optimizer.step()
@@ -124,6 +127,7 @@ def test_a_rank_that_lags_in_step_beyond_the_timeout_is_named() -> None:
 
 
 def _never_parallelizes(rank: int, world: int, how: str) -> str:
+    """Rank 2 does not call parallelize, or ranks 0 and 1 call it in a group without rank 2. Returns the error."""
     subgroup = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=TIMEOUT))
     if how == "another world":
         if rank < 2:
@@ -151,7 +155,8 @@ def test_a_rank_in_another_world_is_told_who_did_not_come() -> None:
 
 
 def _rank_0_keeps_the_store(rank: int, world: int, behind: float) -> None:
-    """And ends as soon as it was told who is lost, while rank 2, so many seconds behind, is still asking."""
+    """Rank 0 has the store, and exits as soon as it knows who is lost. Rank 2 asks `behind` seconds later than rank
+    0."""
     host, port = "127.0.0.1", [0]
     store = dist.TCPStore(host, 0, world, True, wait_for_workers=False) if rank == 0 else None
     if store is not None:
