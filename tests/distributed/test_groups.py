@@ -232,8 +232,7 @@ def test_a_restart_with_another_number_of_ranks() -> None:
 
 
 def _destroyed(rank: int, world: int, strategy: str) -> None:
-    """A parallelized model keeps its group, so training goes on. What needs a new group must raise until there is
-    one."""
+    """A parallelized model keeps its group, so training goes on. What needs a new group raises until there is one."""
     folder = on_all_ranks(tempfile.mkdtemp() if rank == 0 else "")[0]
     model = _parallel(strategy)
     optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)
@@ -261,8 +260,7 @@ def test_a_process_group_that_is_destroyed_early() -> None:
 
 
 def _destroyed_in_backward(rank: int, world: int, strategy: str) -> None:
-    """Raises in a backward while buckets are being sent. The process must exit with status 0, which ranks.run
-    checks."""
+    """Raises in a backward while buckets are being sent. ranks.run checks that the process exits with status 0."""
     model = _parallel(strategy)
     model(noise(0, rank, SHAPES)).backward()
     model.zero_grad()

@@ -160,9 +160,7 @@ def _sums_are_late(rank: int, world: int, strategy: str) -> None:
 
 
 def test_an_interrupt_while_sums_come() -> None:
-    strategies.run(
-        3, _sums_are_late, chosen=["no_shard"]
-    )  # under the other strategies a rank waits for its own sum only
+    strategies.run(3, _sums_are_late, chosen=["no_shard"])  # with others a rank waits for its own sum only
 
 
 def _backward_is_interrupted(rank: int, world: int, strategy: str) -> None:
@@ -406,8 +404,7 @@ def test_a_second_layout_does_not_hide_that_a_step_was_interrupted() -> None:
 
 
 def _before_anything_is_written(rank: int, _world: int, strategy: str) -> list[str]:
-    """Interrupts rank 0's second step before it has written anything. Both ranks must be told that their steps
-    differ."""
+    """Interrupts rank 0's second step before it has written anything. Both ranks must get an error."""
     torch.manual_seed(0)
     model: Any = torch_ext.parallelize(torch.nn.Linear(30, 20).to(BF16), policy(BF16), strategy=strategy)
     optimizer, said = torch_ext.AdamW(model.parameters(), lr=0.1), []

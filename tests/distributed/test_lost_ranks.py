@@ -1,5 +1,4 @@
-"""A rank that is lost, late, or raises alone must be an error on every other rank within the time-out; nothing may
-hang."""
+"""A rank that is lost, late, or raises alone must be an error on every other rank, within the time-out."""
 
 import datetime
 import os
@@ -155,8 +154,7 @@ def test_a_rank_in_another_world_is_told_who_did_not_come() -> None:
 
 
 def _rank_0_keeps_the_store(rank: int, world: int, behind: float) -> None:
-    """Rank 0 has the store, and exits as soon as it knows who is lost. Rank 2 asks `behind` seconds later than rank
-    0."""
+    """Rank 0 has the store, and exits as soon as it knows who is lost. Rank 2 asks `behind` seconds later."""
     host, port = "127.0.0.1", [0]
     store = dist.TCPStore(host, 0, world, True, wait_for_workers=False) if rank == 0 else None
     if store is not None:
