@@ -139,8 +139,7 @@ def test_a_sum_that_does_not_wait_for_nccl_is_noticed(fakes: dict[str, str]) -> 
 
 
 def _parted(rank: int, world: int, path: str) -> str:
-    """Each rank's communicator has this rank only, and hashes its operations as usual. Returns the error when they
-    differ."""
+    """Each rank's communicator has this rank only, and hashes its operations as usual. Returns the error."""
     _use(path)
     made = nccl.Comm
     patch = pytest.MonkeyPatch()

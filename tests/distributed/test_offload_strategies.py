@@ -24,8 +24,7 @@ DTYPES = {"bf16": (BF16, BF16, BF16), "bf16, gradients fp32": (BF16, FP32, BF16)
 
 
 class Net(torch.nn.Module):
-    """A model with frozen weights, a buffer, tied weights and odd sizes, so that shards are uneven and some are
-    empty."""
+    """Has frozen weights, a buffer, tied weights and odd sizes, so that shards are uneven and some are empty."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,8 +108,7 @@ CALLS: dict[str, list[dict[str, bool]]] = {
 
 
 def cycle(model: Any, optimizer: Any, calls: list[dict[str, bool]]) -> None:
-    """Offloads as `calls` say and brings everything back; checks the bytes that are left, and which gradients there
-    are."""
+    """Offloads as `calls` say and brings everything back; checks the bytes that are left, and the gradients."""
     held = on_device(model, optimizer)
     sizes = {kind: memory(tensors) for kind, tensors in held.items()}
     gradients = [p.grad for p in model.parameters()]
@@ -330,8 +328,7 @@ def test_B4_between_a_backward_that_stepped_and_step(strategy: str) -> None:
 
 
 def _held(rank: int, world: int, strategy: str) -> None:
-    """While a state_dict() is held, its tensors are the weights' own memory, so weights must not be offloaded. Other
-    kinds may."""
+    """While a state_dict() is held, its tensors are the weights' memory: weights cannot be offloaded, the rest can."""
     model, optimizer = made(strategy, DTYPES["bf16"])
     one_step(model, optimizer, 0, rank)
     before = content(model, optimizer)

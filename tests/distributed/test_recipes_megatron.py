@@ -125,8 +125,7 @@ def _accumulated(names: dict[str, Any]) -> float:
 
 
 def _copies_agree(names: dict[str, Any]) -> None:
-    """Parameters that several ranks have must be equal: replicated ones everywhere, cut ones on the data-parallel
-    ranks."""
+    """Copies of a parameter must be equal: replicated ones on all ranks, cut ones on the data-parallel ranks."""
     named = names["model"].named_parameters()
     keys = {names["key_of"](name, names["kind_of"](p)): bits([p]) for name, p in named}
     for theirs in on_all_ranks(keys):

@@ -103,8 +103,7 @@ def test_the_lines_resume_bit_for_bit_under_fsdp2(theirs: bool, tmp_path: Any) -
 
 
 def _without_our_load(rank: int, world: int) -> None:
-    """Shows why the page defines load_state_dict: torchtitan's looks for the keys that a remainder's entry has in
-    memory."""
+    """Shows why the page defines load_state_dict: torchtitan's looks for the keys that an entry has in memory."""
     config = _page("bf16_remainder", False)
     model = _model(BF16)
     optimizers = config.build(model_parts=[model])

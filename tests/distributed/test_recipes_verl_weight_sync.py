@@ -1,5 +1,4 @@
-"""docs/recipes/verl_weight_sync.md: its entries, gathered and loaded as verl does it, must give the rollout the
-weights."""
+"""docs/recipes/verl_weight_sync.md: its entries, gathered and loaded as verl does, give the rollout the weights."""
 
 from typing import Any
 

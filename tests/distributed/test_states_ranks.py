@@ -1,5 +1,5 @@
-"""`states`, `keep_32bit` and `min_8bit_size` where the states are cut over the ranks: the same kinds and bits as in one
-process, checkpoints between strategies, and ranks that keep different kinds are told."""
+"""`states`, `keep_32bit` and `min_8bit_size` with sharded states: the same kinds and bits as in one process,
+checkpoints that move between strategies, and an error if ranks keep different kinds."""
 
 import io
 from typing import Any
@@ -21,7 +21,7 @@ MIN = 130
 
 
 class Layers(nn.Module):
-    """One parameter in each of its modules, with the name that it has in Given."""
+    """Given inside of another module, so that its parameters' names have a prefix."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,12 +48,13 @@ def _made(strategy: str | None, **options: Any) -> tuple[Any, Any]:
 
 def _steps(model: Any, optimizer: Any, steps: range) -> None:
     for step in steps:
-        model(noise(step, 0, SHAPES, BF16)).backward()  # the same on every rank: the mean is, too, in any world
+        model(noise(step, 0, SHAPES, BF16)).backward()  # the same on every rank, so the mean is the same in any world
         optimizer.step()
         optimizer.zero_grad()
 
 
 def _kinds(optimizer: Any) -> list[torch.dtype]:
+    """Returns the dtype of each parameter's exp_avg."""
     return [optimizer.state[p]["exp_avg"].dtype for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -62,6 +63,7 @@ def _whole(optimizer: Any) -> list[torch.Tensor]:
 
 
 def _trained(rank: int, world: int, strategy: str) -> tuple[list[torch.dtype], list[bytes], bytes]:
+    """Returns kinds, bits and a saved checkpoint after three steps."""
     model, optimizer = _made(strategy)
     _steps(model, optimizer, range(3))
     kinds, file = _kinds(optimizer), io.BytesIO()
@@ -70,6 +72,7 @@ def _trained(rank: int, world: int, strategy: str) -> tuple[list[torch.dtype], l
 
 
 def _alone() -> tuple[list[torch.dtype], list[bytes]]:
+    """Returns kinds and bits of one process after three steps."""
     model, optimizer = _made(None)
     for step in range(3):
         grads = noise(step, 0, SHAPES, BF16)
@@ -103,7 +106,8 @@ def test_a_checkpoint_moves_between_strategies() -> None:
 
 
 def _full(rank: int, world: int) -> tuple[list[torch.dtype], list[bytes]]:
-    """FSDP2: a shard of a few elements of a parameter that is not small."""
+    """FSDP2, where a shard may have few elements of a parameter that is not small. The state must load into a new
+    one."""
     model, optimizer = _made(FULL)
     _steps(model, optimizer, range(2))
     whole = optimizer.consolidate_state_dict(to=None)
@@ -124,6 +128,7 @@ def test_full_sharding_counts_the_elements_of_whole_parameters() -> None:
 
 
 def _taken_along(rank: int, world: int) -> list[torch.dtype]:
+    """States must keep their kinds under another strategy; a policy that asks for other kinds must be rejected."""
     model, optimizer = _made("optim")
     _steps(model, optimizer, range(1))
     policy = torch_ext.load_policy(BF16, override_optimizer_config={"main_grads_dtype": FP32})
@@ -155,6 +160,7 @@ def _local(model: Any) -> list[bytes]:
 
 
 def _differing(rank: int, world: int, strategy: str) -> dict[str, str]:
+    """Rank 1 has other options; returns the errors of step(), which must change nothing."""
     told = {}
     for case, (options, _) in DIFFERING.items():
         model, optimizer = _made(strategy, **(options if rank == 1 else {}))

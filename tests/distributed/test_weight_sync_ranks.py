@@ -1,4 +1,4 @@
-"""Weights that several ranks publish together: each element once, without a message between them."""
+"""Weights that several ranks publish together: each element is published once, without a message between the ranks."""
 
 import copy
 from typing import Any
@@ -27,6 +27,7 @@ class Layers(nn.Module):
 
 
 def _made(strategy: str | None, **options: Any) -> tuple[Any, Any]:
+    """Returns a model with a frozen parameter under the strategy, and its optimizer."""
     torch.manual_seed(7)
     model: Any = Layers()
     with torch.no_grad():
@@ -47,7 +48,7 @@ def _steps(rank: int, model: Any, optimizer: Any, steps: range) -> None:
 
 
 def _whole(model: Any) -> dict[str, bytes]:
-    """The bits of all weights, by name. Collective under FSDP2."""
+    """Returns the bytes of all weights, by name. Collective under FSDP2."""
     found = {}
     for name, p in model.named_parameters():
         value: Any = p.detach()
@@ -57,7 +58,7 @@ def _whole(model: Any) -> dict[str, bytes]:
 
 
 def _published(rank: int, world: int, strategy: str, states: str, fraction: float) -> Any:
-    """Deltas and weights of some versions."""
+    """Returns this rank's deltas and the weights for four versions, and its part of the full message."""
     model, optimizer = _made(strategy, states=states, offload_fraction=fraction)
     publisher = torch_ext.WeightPublisher(model, optimizer)
     found = [(publisher.publish(), _whole(model))]
@@ -72,7 +73,8 @@ def _published(rank: int, world: int, strategy: str, states: str, fraction: floa
 
 
 def _follows(answers: list[Any], start: dict[str, torch.Tensor]) -> None:
-    """Engines that apply single parts, in any order, and one merged delta, have the bits of every version."""
+    """An engine that applies the ranks' parts in any order, and one that applies them merged, must have every version's
+    bits."""
     tensors, merged = copy.deepcopy(start), copy.deepcopy(start)
     one, other = torch_ext.WeightSubscriber(tensors), torch_ext.WeightSubscriber(merged)
     versions = [rank_versions for rank_versions, _ in answers]
@@ -126,12 +128,13 @@ def test_under_ddp() -> None:
 
 
 def _at_another_step(rank: int, world: int) -> Any:
+    """Rank 1 publishes one version less; returns its parts."""
     model, optimizer = _made("no_shard")
     publisher = torch_ext.WeightPublisher(model, optimizer)
     parts = []
     for step in range(2):
         _steps(rank, model, optimizer, range(step, step + 1))
-        if not (step == 0 and rank == 1):  # this rank missed one
+        if not (step == 0 and rank == 1):  # rank 1 does not publish the first version
             parts.append(publisher.publish())
     return parts
 
@@ -149,6 +152,7 @@ def test_ranks_at_different_steps_are_noticed_where_parts_are_applied() -> None:
 
 
 def _relaid(rank: int, world: int) -> str:
+    """Parallelizes under another strategy after the publisher was created; returns the error of publish()."""
     model, optimizer = _made("no_shard")
     publisher = torch_ext.WeightPublisher(model, optimizer)
     torch_ext.parallelize(model, torch_ext.load_policy(BF16), strategy="optim")
