@@ -232,7 +232,7 @@ def _exchange(monkeypatch: pytest.MonkeyPatch, world_size: int) -> tuple[Any, li
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda group: world_size)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: list(range(world_size)))
-    group: Any = type("Group", (), {"send": staticmethod(send)})()  # hashable, as lost_ranks looks groups up
+    group: Any = type("Group", (), {"send": staticmethod(send)})()  # failures are looked up by it, as by a real group
     exchange = gloo.GlooCommunicator(group, CPU)
     exchange.compresses = True
     return exchange, sent

@@ -430,7 +430,7 @@ def test_objects_of_other_classes_load_where_they_are_trusted(tmp_path: pathlib.
 
 
 def test_a_folder_that_is_replaced_while_it_is_loaded_gives_all_of_one_checkpoint(tmp_path: pathlib.Path) -> None:
-    """Files that were checked are read from open descriptors, so a save that removes them meanwhile does not matter."""
+    """Files that were checked must be read although a save has removed them in the meantime."""
     save(state(1), tmp_path / "folder")
 
     class Replacing(torch_ext.CheckpointReader):

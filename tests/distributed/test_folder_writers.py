@@ -95,8 +95,8 @@ class Run:
 HELD = r"is being saved to by (process (1|1\d) on \S+, since .*|a process that left no name), and one save at a time"
 GIVEN_UP = r"another save, which could not see that this one was alive, removed it"
 
-# By name: locks, the seconds after which a save counts as dead where no lock tells, and what a job that is in the
-# other's way is told.
+# By name: locks, the seconds after which a save counts as dead where no lock tells, and the error of a job that
+# is in the other's way.
 CASES: dict[str, tuple[str, float, str | None]] = {
     "locks that work": ("work", 600.0, HELD),
     "no locks": ("none", 600.0, None),

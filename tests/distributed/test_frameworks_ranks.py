@@ -121,7 +121,8 @@ def test_D4_accelerate_on_two_ranks_resumes_bit_for_bit(tmp_path: pathlib.Path) 
         assert (norms, weights) == one[way][:2], f"{way}: norms and weights are equal on both ranks"
         assert resumed and one[way][2], way
         assert min(norms) > MAX_NORM, "every step is clipped"
-        # Only the first norm: from then on, weights differ by where gradients are rounded to bf16.
+        # The ways round gradients to bf16 in different places. So only the first norm is compared, before weights
+        # differ.
         assert norms[0] == pytest.approx(zero["DDP"][0][0], rel=0.02), way
 
 
@@ -173,8 +174,8 @@ def test_accelerate_around_a_parallelized_model_says_what_to_do() -> None:
 # -- Trainer ----------------------------------------------------------------------------------------------------------
 
 
+# Trains with Trainer, whole and resumed, with and without our exchange. A parallelized model must be rejected.
 def _trainer(rank: int, world: int, folder: str) -> dict[str, Any]:
-    """Trains with Trainer, whole and resumed, with and without our exchange. A parallelized model must be rejected."""
     import transformers
 
     _environment(rank, world)
@@ -252,8 +253,8 @@ def test_D4_trainer_on_two_ranks_resumes_bit_for_bit(tmp_path: pathlib.Path) -> 
 # -- Lightning --------------------------------------------------------------------------------------------------------
 
 
+# Trains with Lightning each way, whole and resumed.
 def _lightning(rank: int, world: int, folder: str) -> dict[str, Any]:
-    """Trains with Lightning each way, whole and resumed."""
     import pytorch_lightning as lightning
     from pytorch_lightning.strategies import DDPStrategy
 

@@ -94,7 +94,9 @@ def test_under_ddp_with_our_hook_it_is_named_on_every_rank_within_the_timeout() 
 
 
 def _thawed(rank: int, world: int) -> None:
-    """Thaws the parameter before its backward. A later error must then not name it."""
+    """A forward with the frozen parameter raises, and announces it to the other ranks. Training goes on after thawing.
+
+    When rank 1 is lost later, the error must not be the announced one any more."""
     model: Any = DistributedDataParallel(Given(SHAPES))
     torch_ext.register_comm_hook(model, policy())
     for step in range(3):

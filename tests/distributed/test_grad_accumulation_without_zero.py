@@ -94,7 +94,7 @@ def test_sums_of_several_reductions_have_the_bits_of_every_bucket_size() -> None
 
 
 def _minus_zero(rank: int, world: int, strategy: str) -> list[bool]:
-    """Adds -0 to gradients of -0; returns whether the sign stays."""
+    """Parameters get a first gradient of -0 while another one has a sum from before; returns whether the sign stays."""
     signs = []
     for size in (1, 10**6):
         model: Any = torch_ext.parallelize(

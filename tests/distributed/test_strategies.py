@@ -123,8 +123,8 @@ def _model(dtype: torch.dtype) -> Any:
 
 
 def _trained(rank: int, how: dict[str, Any]) -> tuple[list[bytes], list[float]]:
-    """Returns weights and norms after four steps with two groups and clipping; one gradient is missing in the second
-    step."""
+    """Returns weights and norms after four steps with two groups and clipping. In the second step a gradient is
+    missing."""
     chosen = _policy(how["policy"], how.get("bucket_size"), **how.get("optimizer", {}))
     model = _model(chosen.param_dtype)
     torch_ext.parallelize(model, chosen, strategy=how["strategy"], find_unused_parameters=True)

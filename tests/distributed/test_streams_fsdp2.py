@@ -158,7 +158,7 @@ def test_random_models_and_settings() -> None:
 
 
 def _never_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets reductions allocate on the wrong stream without a note."""
+    """Reductions no longer record on which stream FSDP2 allocated their input."""
     monkeypatch.setattr(fsdp_comm.ReduceScatter, "allocate", fsdp_comm._Comm.allocate)
 
 

@@ -106,8 +106,8 @@ class Program:
         torch_ext.onload(self.model, self.optimizer)
 
     def write(self) -> None:
-        """Writes to a whole parameter in place, as torch's version counters see. Every rank writes the same: replicas
-        must be equal."""
+        """Writes to a whole parameter in place, as version counters see. Every rank writes the same: replicas must be
+        equal."""
         with torch.no_grad():
             self.draw.choice(list(self.model.parameters())).mul_(self.draw.choice([0.5, 1.0, 1.25]))
 
@@ -166,7 +166,7 @@ def _programs(rank: int, world: int, seeds: list[int]) -> list[Any]:
 
 
 def _follow(seed: int, versions: Any) -> None:
-    """Runs two engines on the versions. versions: one list per rank."""
+    """Makes two engines follow the versions. versions: one list per rank."""
     Engine(seed).follow(versions)
     Engine(seed).follow_merged(versions)
 

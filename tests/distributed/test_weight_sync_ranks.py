@@ -73,7 +73,7 @@ def _published(rank: int, world: int, strategy: str, states: str, fraction: floa
 
 
 def _follows(answers: list[Any], start: dict[str, torch.Tensor]) -> None:
-    """An engine that applies the ranks' parts in any order, and one that applies them merged, must have every version's
+    """An engine that applies the ranks' parts in any order, and one that applies them merged, must have all versions'
     bits."""
     tensors, merged = copy.deepcopy(start), copy.deepcopy(start)
     one, other = torch_ext.WeightSubscriber(tensors), torch_ext.WeightSubscriber(merged)

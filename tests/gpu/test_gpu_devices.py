@@ -94,8 +94,7 @@ except RuntimeError as error:
 @pytest.mark.parametrize("clips", [False, True], ids=["step", "clip_and_step"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_step_of_148_tensors_is_one_launch(name: str, clips: bool) -> None:
-    """One launch for one combination of dtypes, with the check for external writes; two more for statistics and
-    norm."""
+    """One launch for one combination of dtypes, with the check for external writes; clipping takes two more."""
     dtype, overrides = POLICIES[name]
     policy = torch_ext.load_policy(dtype, override_optimizer_config=overrides)
     shapes = workload.gpt2(64, 503, 32)

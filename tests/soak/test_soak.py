@@ -1,5 +1,4 @@
-"""A small, seeded part of the soak must find nothing; `bash tests/soak.sh SECONDS` runs as much as there is time
-for."""
+"""A small, seeded part of the soak must find nothing. `bash tests/soak.sh SECONDS` runs more."""
 
 import functools
 import os

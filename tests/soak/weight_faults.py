@@ -156,7 +156,6 @@ def _fills(_rank: int, _size: int, _group: Any, _line: Any, case: Case, folder: 
 
 def _other(folder: pathlib.Path, version: int, weights: dict[str, Tensor]) -> str:
     """Returns what is wrong unless `version` loads with these weights; version 0: nothing was saved yet."""
-    """What is wrong, where version 0 is none."""
     try:
         found, tensors = loaded(folder, weights)
     except (ValueError, FileNotFoundError) as error:
