@@ -288,6 +288,7 @@ def _whole(states: str) -> Callable[..., None]:
 
 
 def _from_whole(model: Any, plain: Any, optimizer: Any, folder: str) -> None:
+    """Loads what `_whole` saved, on every rank."""
     saved = torch_ext.load(f"{folder}/whole.pt")
     set_model_state_dict(plain, saved["model"], options=StateDictOptions(full_state_dict=True))
     optimizer.load_state_dict(saved["optimizer"])
@@ -301,6 +302,7 @@ def _full(model: Any, plain: Any, optimizer: Any, folder: str) -> None:
 
 
 def _from_full(model: Any, plain: Any, optimizer: Any, folder: str) -> None:
+    """Loads what `_full` saved, on every rank."""
     saved = torch.load(f"{folder}/full.pt", weights_only=True)
     set_state_dict(
         model,

@@ -130,11 +130,13 @@ class Program(NamedTuple):
 
 
 def _tree(draw: random.Random, depth: int) -> list[Any]:
+    """Draws a tree of shapes (`Program.tree`) of this depth."""
     inner = [_tree(draw, depth - 1) for _ in range(draw.randint(1, 3) if depth == 2 else draw.choice([0, 0, 2]))]
     return [[draw.choice(SHAPES) for _ in range(draw.randint(1, 3))], inner if depth else []]
 
 
 def _blocks(tree: list[Any], dtype: torch.dtype, seed: int) -> Block:
+    """Builds the tree's blocks; the weights are drawn from `seed`."""
     return Block(tree[0], [_blocks(one, dtype, 10 * seed + i + 1) for i, one in enumerate(tree[1])], dtype, seed)
 
 
@@ -143,6 +145,7 @@ AFTER = ["nothing"] * 4 + ["clip", "clip", "zeros", "model zero_grad"]
 
 
 def _step(draw: random.Random, strategy: str, unused: bool) -> Step:
+    """Draws a step that is legal under the strategy."""
     ways = ["every", "no_sync"]
     if strategy == FSDP2 and not unused:  # FSDP2 fails at a unit that was never used
         ways.append("not yet")

@@ -39,6 +39,7 @@ class Side(NamedTuple):
 
 
 def _made(side: Side, seed: int) -> tuple[Any, Any]:
+    """Returns the side's model, with weights drawn from `seed`, and its optimizer."""
     dtype, config = STATES[side.states]
     model: Any = Given(SHAPES, dtype)
     weights = torch.Generator().manual_seed(seed)
@@ -55,6 +56,7 @@ def _made(side: Side, seed: int) -> tuple[Any, Any]:
 
 
 def _steps(model: Any, optimizer: Any, which: range) -> None:
+    """Takes the training steps whose numbers are in `which`."""
     for step in which:
         model(noise(step, 0, SHAPES, BF16)).backward()
         optimizer.step()

@@ -99,6 +99,7 @@ def test_shards_of_fsdp2_are_compressed_where_one_asks_for_it() -> None:
 
 
 def _bytes_of_a_step(rank: int, _world: int) -> tuple[int, int, list[int]]:
+    """Returns a step's bytes without and with compression, and half of each bucket's elements."""
     _, plain = _steps(rank, "no_shard", "ordinary", PLAIN, (BF16,))
     _, sent = _steps(rank, "no_shard", "ordinary", ALWAYS, (BF16,))
     plan = torch_ext.plan_buckets(Given(SHAPES, BF16).named_parameters(), policy(BF16, bucket_size=BUCKET), 2)
@@ -172,6 +173,7 @@ def test_what_cannot_be_compressed_is_sent_as_it_is_on_a_slow_link() -> None:
 
 
 def _hooked(rank: int, world: int, kind: str) -> None:
+    """DDP's hook must give the same gradients with and without compression, in fewer bytes if they compress."""
     found = []
     for compressed in (PLAIN, ALWAYS):
         ddp = DistributedDataParallel(Given(SHAPES, BF16))
@@ -269,6 +271,7 @@ def test_always_is_refused_before_anything_is_changed(refuses: Any) -> None:
 
 
 def _disagrees(rank: int, _world: int) -> list[str]:
+    """Returns the errors of ranks whose policies differ in the compression."""
     chosen, said = policy(BF16, grad_comm_compression=(PLAIN, AUTO)[rank]), []
     for model in (Given(SHAPES, BF16), DistributedDataParallel(Given(SHAPES, BF16))):
         take = torch_ext.parallelize if isinstance(model, Given) else torch_ext.register_comm_hook

@@ -88,6 +88,7 @@ def test_what_speaks_over_the_group_says_so(strategy: str, collectives: bool) ->
 
 
 def _hooked(rank: int, world: int) -> str:
+    """Destroys a DDP model's group; returns the error of register_comm_hook."""
     group = dist.new_group()
     model = DistributedDataParallel(Given(SHAPES), process_group=group)
     dist.destroy_process_group(group)

@@ -19,6 +19,7 @@ WAYS = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 
 def _made(way: str | None, ema_dtype: Any) -> tuple[Any, Any]:
+    """Returns a model and an optimizer that averages. way: the strategy; None: one process."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(8, 300), nn.ReLU(), nn.Linear(300, 1)).to(BF16)
     chosen = torch_ext.load_policy(BF16, override_ddp_config={"grad_comm_dtype": "fp32", "bucket_size": 1000})

@@ -15,6 +15,7 @@ MASTERS: dict[str, dict[str, Any]] = {"fp32": {}, "remainders": {"store_param_re
 
 
 def _made(strategy: str, masters: str, **ddp: Any) -> tuple[Any, Any]:
+    """Returns a parallel model and its optimizer. masters: a key of MASTERS; ddp: overrides of the policy."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 40)).to(torch.bfloat16)
     policy = torch_ext.load_policy(
@@ -27,6 +28,7 @@ def _made(strategy: str, masters: str, **ddp: Any) -> tuple[Any, Any]:
 
 
 def _train(model: Any, optimizer: Any, step: int, rank: int, factor: float = 1.0) -> None:
+    """Takes one step with the loss multiplied by `factor`."""
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * step + rank)).to(torch.bfloat16)
     (model(x).float().pow(2).mean() * factor).backward()
     optimizer.step()

@@ -226,6 +226,7 @@ class _Doubler(torch.autograd.Function):
 
 
 def _twice(rank: int, world: int, strategy: str) -> None:
+    """A parameter gets a second gradient in one backward, which must raise and name it."""
     model = _parallel(strategy)
     later = _Doubler.apply(torch.ones((), requires_grad=True), model.p2)
     with pytest.raises(RuntimeError, match="p2"):

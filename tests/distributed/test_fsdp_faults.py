@@ -218,6 +218,7 @@ def test_a_unit_that_is_frozen_on_one_rank_is_named_where_its_sum_is_waited_for(
 
 
 def _dies(rank: int, world: int) -> None:
+    """Rank 1 dies in its second backward."""
     model = _parallel()
     model(_grads(rank)).backward()
     if rank == 1:
@@ -236,6 +237,7 @@ def test_a_rank_that_dies_in_backward_is_a_message_on_the_others() -> None:
 
 
 def _lags(rank: int, world: int) -> str:
+    """Rank 1 is later than the time-out. Returns the error, which step() and the next backward must repeat."""
     model = _parallel()
     model(_grads(rank)).backward()
     if rank == 1:
@@ -496,6 +498,7 @@ def test_a_change_that_would_lose_gradients_is_named(what: str, message: str) ->
 
 
 def _replicas_in_bf16(rank: int, world: int) -> Any:
+    """HSDP whose replicas FSDP2 would add in bf16."""
     model = Blocks(BF16)
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
     fully_shard(model, mesh=mesh)
@@ -504,6 +507,7 @@ def _replicas_in_bf16(rank: int, world: int) -> Any:
 
 
 def _scaled_in_fp16(rank: int, world: int) -> Any:
+    """fp16 gradients that FSDP2 would scale in fp16."""
     model = Blocks(FP16)
     fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
     torch_ext.parallelize(model, policy(FP16), strategy=FULLY)
@@ -511,12 +515,14 @@ def _scaled_in_fp16(rank: int, world: int) -> Any:
 
 
 def _half_sharded(rank: int, world: int) -> Any:
+    """Only one block of the model is sharded."""
     model = Blocks()
     fully_shard(model.blocks[0], mesh=init_device_mesh("cpu", (world,)))
     torch_ext.parallelize(model, policy(), strategy=FULLY)
 
 
 def _sharded_elsewhere(rank: int, world: int) -> Any:
+    """The model is sharded over other ranks than process_group."""
     model = Blocks()
     groups = [torch.distributed.new_group([2 * i, 2 * i + 1]) for i in range(2)]
     fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
@@ -524,6 +530,7 @@ def _sharded_elsewhere(rank: int, world: int) -> Any:
 
 
 def _hooked(rank: int, world: int) -> Any:
+    """A parameter has a hook that runs after its gradient is accumulated."""
     model = Blocks()
     fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
     model.own.register_post_accumulate_grad_hook(lambda param: None)
@@ -531,22 +538,26 @@ def _hooked(rank: int, world: int) -> Any:
 
 
 def _empty(rank: int, world: int) -> Any:
+    """A parameter has no elements."""
     model = Blocks()
     model.blocks[0].p1 = torch.nn.Parameter(torch.zeros(0, 3))
     torch_ext.parallelize(model, policy(), strategy=FULLY)
 
 
 def _two_dtypes_in_a_module(rank: int, world: int) -> Any:
+    """A module has parameters of two dtypes."""
     model = Blocks(BF16)
     model.blocks[0].p1 = torch.nn.Parameter(torch.zeros(4))
     torch_ext.parallelize(model, policy(BF16), strategy=FULLY)
 
 
 def _sharded_already(rank: int, world: int) -> Any:
+    """The model is sharded and another strategy is requested."""
     torch_ext.parallelize(_parallel(), policy(), strategy="no_shard")
 
 
 def _has_state(rank: int, world: int) -> Any:
+    """An optimizer has state for the parameters."""
     model = Blocks()
     optimizer = torch.optim.AdamW(model.parameters())
     model(_grads(rank)).backward()
@@ -580,6 +591,7 @@ def test_what_is_not_legal_says_so_on_every_rank(body: Any, words: list[str]) ->
 
 
 def _unlike(rank: int, world: int) -> None:
+    """The ranks have sharded different blocks."""
     mesh = init_device_mesh("cpu", (world,))
     model = Blocks()
     for block in model.blocks[rank:]:

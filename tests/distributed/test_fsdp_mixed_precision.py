@@ -92,6 +92,7 @@ def test_the_policy_follows_param_dtype() -> None:
 
 
 def _without_policies_of_groups(rank: int, world: int) -> None:
+    """Removes the groups' mp_policy: load_policy must decide the same dtypes."""
     for case, (make, expected) in CASES.items():
         model = make()
         for module in model.modules():
@@ -163,6 +164,7 @@ def _gradients(model: Any, step: int, rank: int) -> None:
 
 
 def _train(rank: int, ours: bool, policy: Any, steps: int = 6) -> tuple[Any, Any]:
+    """Trains the sharded model. ours: with our exchange; policy: None: the one that follows from the model."""
     model = _sharded(FP32, _bf16(), _bf16())
     policy = torch_ext.load_policy(model) if policy is None else policy
     if ours:
@@ -250,6 +252,7 @@ def test_units_that_compute_in_fp32_have_the_wire_of_fp32() -> None:
 
 
 def _reduced_in_fp32(rank: int, world: int) -> int:
+    """Returns the bytes sent with reduce_dtype=fp32."""
     precision = _bf16(reduce_dtype=FP32)
     model = _sharded(FP32, precision, precision)
     torch_ext.parallelize(model, torch_ext.load_policy(model), strategy="optim_grads_params")

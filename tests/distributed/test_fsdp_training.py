@@ -104,6 +104,7 @@ def _freeze(model: Any, step: int) -> None:
 
 
 def _evaluate(model: Any, step: int) -> None:
+    """Uses the model between two steps: in evaluation, without a backward, and for a gradient of an input."""
     model.eval()
     with torch.no_grad():
         model(_tokens(step, 0))
@@ -490,6 +491,7 @@ def test_beside_tensor_parallelism() -> None:
 
 
 def _dropped(rank: int, world: int) -> None:
+    """A model that is gone must take its reducer and its shards with it."""
     model = torch_ext.parallelize(_net(BF16), policy(BF16, FP32), strategy=FULLY)
     engine = weakref.ref(parallel_module.reducer_of(model))
     shards = [weakref.ref(p) for p in model.parameters()]

@@ -186,6 +186,7 @@ class Normed(nn.Module):
 
 
 def _rows(rank: int, world: int) -> dict[str, torch.dtype]:
+    """Returns the dtype of each gradient after a backward."""
     model = nn.Sequential(Normed(), Normed())
     torch_ext.parallelize(model, policy(BF16, bucket_size=1), strategy="optim_grads_params")
     model(torch.eye(4, dtype=BF16)).float().square().sum().backward()

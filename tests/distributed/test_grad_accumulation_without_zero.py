@@ -407,6 +407,8 @@ def test_step_with_a_gradient_whose_own_hook_raised_is_an_error(kept: bool) -> N
 
 
 class _Twice(torch.nn.Module):
+    """Uses its weight twice, with gradients a and b."""
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(4, dtype=BF16))

@@ -32,6 +32,7 @@ def _ones() -> list[torch.Tensor]:
 
 
 def _dies_in_backward(rank: int, world: int, how: str) -> None:
+    """Rank 1 dies in its third backward."""
     model: Any
     if how == "hook":
         # Two buckets after the first backward: the rank dies with one of them sent.
@@ -188,6 +189,7 @@ class _Oops(Exception):
 
 
 def _raises_alone(rank: int, world: int, strategy: str) -> None:
+    """Rank 1's user code raises in its second backward."""
     model = _parallel(strategy)
     model(_ones()).backward()
     model.zero_grad()

@@ -176,6 +176,7 @@ FAST = {"link_gbps": 8}
 
 
 def _train(layers: int, strategy: str, optimizer_config: Any, ddp_config: Any) -> Any:
+    """Trains four steps; returns the optimizer, whose states must be alive when memory is measured."""
     model: Any = Layers(layers)
     chosen = torch_ext.load_policy(model, override_optimizer_config=optimizer_config, override_ddp_config=ddp_config)
     torch_ext.parallelize(model, chosen, strategy=strategy)

@@ -305,6 +305,7 @@ def test_stepping_in_backward_is_refused(answers: Any) -> None:
 
 
 def _cut_otherwise(rank: int, world: int) -> list[str]:
+    """Steps a DTensor that is cut by columns, and one that is replicated. Returns the errors."""
     mesh, found = init_device_mesh("cpu", (world,)), []
     for placement in (Shard(1), Replicate()):
         p = torch.nn.Parameter(distribute_tensor(torch.ones(8, 6), mesh, [placement]))

@@ -136,6 +136,7 @@ def test_e8_no_sync_and_sync_nest_and_restore() -> None:
 
 
 def _graph_kept(rank: int, world: int) -> list[list[float]]:
+    """Gradients leave the flat buffer: by create_graph=True, and because the user replaces `.grad`."""
     model = Given([2], BF16)
     torch_ext.parallelize(model, policy(BF16, FP32, BF16))
     seen = []
@@ -155,6 +156,7 @@ def test_e3_a_gradient_that_left_the_buffer_comes_back() -> None:
 
 
 def _other_shapes(rank: int, world: int) -> None:
+    """Trains tied, frozen, empty, scalar and transposed parameters."""
     weight = torch.randn(4, 6).t()  # not contiguous
     model = torch.nn.Module()
     model.w = torch.nn.Parameter(weight)
@@ -281,6 +283,7 @@ def test_wire_bytes_counts_the_weights_that_a_step_gathers(strategy: str, reduce
 
 
 def _one_thread_many_steps(rank: int, world: int) -> list[bytes]:
+    """Trains 20 steps and returns the bits of the weights."""
     torch.manual_seed(rank)  # the ranks' weights differ; rank 0's are used
     model = torch.nn.Sequential(
         torch.nn.Linear(20, 40), torch.nn.BatchNorm1d(40), torch.nn.Tanh(), torch.nn.Linear(40, 3)

@@ -52,6 +52,7 @@ def _policy(overlap: bool, remainders: bool) -> torch_ext.Policy:
 
 
 def _make(strategy: str, overlap: bool, remainders: bool, fraction: float, **options: Any) -> Any:
+    """Returns a model and its optimizer. fraction: offload_fraction; options: of AdamW."""
     policy, model = _policy(overlap, remainders), Mixed()
     if strategy != NONE:
         torch_ext.parallelize(model, policy, strategy=strategy, find_unused_parameters=True)

@@ -148,6 +148,7 @@ def _goes_on(rank: int, world: int, setups: tuple[str, ...], dtypes: Any, every:
 
 
 def _goes_on_with_a_host_part(rank: int, world: int) -> None:
+    """Trains with half of the optimizer state on the host, with and without offload cycles."""
     for setup in ("none", *OURS):
         ends = [_trained(rank, setup, DTYPES["bf16"], calls, 0.5) for calls in (None, "everything")]
         assert ends[0] == ends[1], setup

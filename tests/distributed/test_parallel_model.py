@@ -322,6 +322,7 @@ def test_an_engine_ends_with_its_model() -> None:
 
 
 def _with_state() -> Any:
+    """A model whose optimizer has state for its parameter."""
     model: Any = Given([2])
     optimizer = torch.optim.AdamW(model.parameters())
     model([torch.ones(2)]).backward()
@@ -336,6 +337,7 @@ def _frozen() -> Any:
 
 
 def _part_of_another() -> Any:
+    """A model with a part that belongs to another parallelized model."""
     inner = torch.nn.Linear(2, 2)
     outer = torch_ext.parallelize(torch.nn.Sequential(inner), policy())
     other: Any = torch.nn.Sequential(inner)

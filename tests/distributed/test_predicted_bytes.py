@@ -61,6 +61,7 @@ def _sent(rank: int, world: int, strategy: str, names: list[str]) -> dict[str, i
 
 
 def _sent_under(strategy: str, name: str) -> int:
+    """Returns the bytes of a second step."""
     torch.manual_seed(1)
     policy = _policy(name)
     model: Any = Net(policy.param_dtype)

@@ -137,6 +137,7 @@ def test_four_ranks_train_what_one_process_does_under_each_strategy() -> None:
 
 
 def _bf16(rank: int, world: int) -> None:
+    """Trains a bf16 model whose copies must stay equal; with another seed per tp rank they must not."""
     names = _lines("optim", BF16)
     norms = _train(names, range(STEPS))
     assert on_all_ranks(norms) == [norms] * world

@@ -34,6 +34,7 @@ def _page(states: str, theirs: bool) -> Any:
 
 
 def _model(dtype: torch.dtype) -> nn.Module:
+    """Returns a sharded model in torchtitan's mixed precision."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 33), nn.GELU(), nn.Linear(33, 16)) for _ in range(2)]
     model = nn.Sequential(nn.Linear(8, 16), *blocks, nn.Linear(16, 1)).to(dtype)

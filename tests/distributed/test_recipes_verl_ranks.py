@@ -17,6 +17,7 @@ WAYS = ("fsdp", "fsdp with use_orig_params", "fsdp2")
 
 
 def _model(way: str) -> Any:
+    """Returns the model, sharded by FSDP or FSDP2 as verl does it."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 33), nn.GELU(), nn.Linear(33, 5)).to(BF16)
     if way == "fsdp2":

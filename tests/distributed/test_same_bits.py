@@ -41,6 +41,7 @@ def _hooked(rank: int, dtypes: Any, cap_mb: float, group: Any = None) -> list[to
 
 
 def _all_ways(rank: int, world: int, dtypes: Any) -> None:
+    """The gradients of all bucket sizes, of DDP and of collectives must have one reference's bits."""
     reference = _reduced(rank, dtypes)
     assert len(set(map(tuple, on_all_ranks(bits(reference))))) == 1, "all ranks have the same bits"
     for cap in (1, 300, 4000):
@@ -133,6 +134,7 @@ def test_groups_of_ranks_beside_each_other() -> None:
 
 
 def _two_models(rank: int, world: int) -> None:
+    """Runs one backward through two models with different groups."""
     one, two = Given([200]), Given([300, 2])
     torch_ext.parallelize(one, policy())
     torch_ext.parallelize(two, policy(), process_group=dist.new_group())
@@ -148,6 +150,7 @@ def test_two_models_in_one_backward() -> None:
 
 
 def _loop(rank: int, model: torch.nn.Module, steps: int) -> list[float]:
+    """Trains the model and returns the losses."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     losses = []
     for step in range(steps):
@@ -162,6 +165,8 @@ def _loop(rank: int, model: torch.nn.Module, steps: int) -> list[float]:
 
 
 def _against_ddp(rank: int, world: int) -> None:
+    """Trains the same model under no_shard and under DDP."""
+
     def make() -> torch.nn.Module:
         torch.manual_seed(3)
         return torch.nn.Sequential(

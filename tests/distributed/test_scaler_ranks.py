@@ -86,6 +86,8 @@ AFTER_TWO = torch.tensor(-0.2)  # weights after two steps by the learning rate, 
 
 
 def _check(ways: list[str], answers: list[list[Any]], unscale: bool) -> None:
+    """The ranks must agree, the second of three steps must be skipped and change nothing, and the scale must be halved
+    once."""
     for way, first, second in zip(ways, *answers, strict=True):
         assert repr(first) == repr(second), f"{way}: the ranks' scales, counters and norms are equal"
         scales, steps, norms, moved = first
@@ -114,6 +116,7 @@ def test_G3_torchs_scaler_where_gradients_are_in_grad(dtype: torch.dtype, unscal
 
 
 def _refused(rank: int, world: int, ways: list[str], unscale: bool) -> list[str]:
+    """Returns the errors of torch's scaler where gradients are not in `.grad`."""
     messages = []
     for way in ways:
         chosen = policy(BF16, FP32, FP32, bucket_size=1)

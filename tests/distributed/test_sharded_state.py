@@ -19,6 +19,7 @@ STATES: dict[str, Any] = {
 
 
 def _made(strategy: str, states: str, size: int | None) -> tuple[Any, Any]:
+    """Returns a model and its optimizer. states: a key of STATES; size: bucket_size."""
     chosen = torch_ext.load_policy(
         BF16,
         override_optimizer_config={"main_grads_dtype": FP32, **STATES[states]},

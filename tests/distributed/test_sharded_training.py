@@ -32,6 +32,7 @@ def _mean(step: int, world: int, param: int, dtype: torch.dtype, absent: int | N
 
 
 def _life_of_optim(rank: int, world: int, wire: Any) -> None:
+    """E3 and E5 under optim: where gradients are after each backward, and which numbers they have."""
     model = _parallel("optim", BF16, FP32, wire)
     engine = _engine(model)
     for step in range(3):
@@ -56,6 +57,7 @@ def _life_of_optim(rank: int, world: int, wire: Any) -> None:
 
 
 def _life_of_optim_grads(rank: int, world: int, wire: Any) -> None:
+    """E3 and E8 under optim_grads: every backward reduces into the shard, and `.grad` stays None."""
     model = _parallel("optim_grads", BF16, FP32, wire)
     engine = _engine(model)
     for step in range(3):
@@ -93,6 +95,7 @@ def test_e3_gradient_life_cycle(world: int) -> None:
 
 
 def _life_of_no_shard(rank: int, world: int, wire: torch.dtype | None) -> None:
+    """E3 under no_shard: gradients are views of flat buffers, and unused parameters have none."""
     shapes = [(3, 5), (130,), (7,), (2, 2)]
     model = Given(shapes, BF16)
     torch_ext.parallelize(model, policy(BF16, FP32, wire, bucket_size=130), find_unused_parameters=True)
@@ -225,6 +228,7 @@ def test_weights_are_views_and_a_parameter_that_moved_is_named(strategy: str) ->
 
 
 def _channels_last(rank: int, world: int, strategy: str) -> list[Any]:
+    """Trains a channels_last convolution, whose weight must keep its memory format; returns the weight."""
     torch.manual_seed(1)
     convolution = torch.nn.Conv2d(5, 7, 3).to(memory_format=torch.channels_last)
     model = torch_ext.parallelize(torch.nn.Sequential(convolution), policy(), strategy=strategy)

@@ -35,6 +35,7 @@ WAYS = [
 
 
 def _made(kind: str, strategy: str, seed: int, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Returns a model and our optimizer or torch's. kind: "torch" or "ours"."""
     model: Any = Given(SHAPES, dtype)
     weights = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -15,6 +15,8 @@ SHARDED = ["optim", "optim_grads"]
 
 
 class Tied(torch.nn.Module):
+    """Has tied weights, a channels_last convolution, a scalar, an empty parameter and a buffer."""
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = torch.nn.Linear(12, 12), torch.nn.Linear(12, 12)
@@ -25,6 +27,7 @@ class Tied(torch.nn.Module):
 
 
 def _storages(rank: int, world: int) -> None:
+    """Each tensor of the model's state_dict() must be the weight itself, in a storage of its own size."""
     for strategy in SHARDED:
         inner = torch_ext.parallelize(Tied().to(BF16), policy(BF16, bucket_size=1), strategy=strategy)
         for model, prefix in ((inner, ""), (torch.nn.Sequential(inner), "0.")):

@@ -32,6 +32,7 @@ class Layers(nn.Module):
 
 
 def _made(strategy: str | None, **options: Any) -> tuple[Any, Any]:
+    """Returns a model and its optimizer with 8-bit states and some in 32 bits. strategy: None: one process."""
     policy = torch_ext.load_policy(
         BF16, override_optimizer_config={"main_grads_dtype": FP32}, override_ddp_config={"grad_comm_dtype": FP32}
     )
@@ -91,6 +92,7 @@ def test_each_strategy_keeps_and_trains_what_one_process_does() -> None:
 
 
 def _resumed(rank: int, world: int, strategy: str, saved: bytes) -> list[bytes]:
+    """Resumes from the checkpoint and returns the bits after two more steps."""
     model, optimizer = _made(strategy)
     checkpoint = torch.load(io.BytesIO(saved), weights_only=True)
     optimizer.load_state_dict(checkpoint["optimizer"])

@@ -63,6 +63,7 @@ def _trained(rank: int, strategy: str, early: bool, microbatches: int) -> tuple[
 
 
 def _compared(rank: int, world: int, strategy: str, joined: bool) -> None:
+    """Weights must be those of steps at the end, although many are stepped before backward returns."""
     for microbatches in (1, 2):
         late, _ = _trained(rank, strategy, False, microbatches)
         with pytest.MonkeyPatch.context() as patch:

@@ -103,6 +103,7 @@ POLICIES: dict[str, Any] = {
 
 
 def _policy(name: str, bucket_size: int | None, **optimizer: Any) -> Any:
+    """Returns the policy of POLICIES; optimizer: more overrides."""
     options = dict(POLICIES[name])
     param, main, wire = options.pop("param"), options.pop("main", None), options.pop("wire", None)
     ddp: dict[str, Any] = {"bucket_size": bucket_size}

@@ -62,6 +62,7 @@ class Case(NamedTuple):
 
 
 def _model(case: Case, chosen: Any) -> Any:
+    """Returns the case's model, sharded and parallelized."""
     model: Any = Net(case.blocks, (3,), case.dtypes[0])
     if not case.ours:
         mesh = init_device_mesh("cpu", case.mesh, mesh_dim_names=("replicate", "shard")[-len(case.mesh) :])
@@ -133,6 +134,7 @@ def test_memory_that_travels_as_fsdp2_allocated_it_is_not_reused_too_early() -> 
 
 
 def _random_case(seed: int) -> Case:
+    """Draws a case."""
     rng = random.Random(seed)
     shapes = [(64, 5), (7,), (1,), (5, 3), (130,), (2, 3, 4), (700,)]
     dtypes = rng.choice(list(DTYPES.values()))
@@ -175,6 +177,7 @@ BROKEN = {
 
 
 def _broken(rank: int, world: int) -> dict[str, list[str]]:
+    """Returns the races with each of BROKEN."""
     found = {}
     for name, (breaks, _) in BROKEN.items():
         streams = FakeStreams()

@@ -28,6 +28,7 @@ def _chunk(strategy: str | None) -> Any:
 
 
 def _synced(rank: int, world: int) -> None:
+    """Syncs several chunks in one call; each must be visited, also after one that had nothing to sync."""
     for strategies, expected in CASES:
         chunks = [_chunk(strategy) for strategy in strategies]
         changed = [_written_while_whole(chunk) for chunk, s in zip(chunks, strategies, strict=True) if s == FULLY]

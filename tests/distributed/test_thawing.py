@@ -33,6 +33,7 @@ def _policy(states: str, bucket_size: int | None = 900) -> Any:
 
 
 def _made(states: str, **options: Any) -> tuple[Any, Any]:
+    """Returns a model that is not parallel and its optimizer. states: a key of STATES."""
     model: Any = Given(SHAPES, STATES[states][0])
     weights = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -42,6 +43,7 @@ def _made(states: str, **options: Any) -> tuple[Any, Any]:
 
 
 def _steps(model: Any, optimizer: Any, which: range) -> None:
+    """Takes the training steps whose numbers are in `which`; frozen parameters get no gradient."""
     for step in which:
         grads = noise(step, 0, SHAPES, BF16)
         trained = [p.requires_grad for p in model.parameters()]
@@ -122,6 +124,7 @@ def test_layers_that_thaw_under_fsdp2() -> None:
 
 
 def _into_fsdp2(rank: int, world: int, strategy: str) -> None:
+    """Moves a model with state from each strategy to FSDP2; training must go on with the bits of the plain model."""
     model, optimizer = _made("8 bits")
     plain, reference = _made("8 bits")
     if strategy != "none":
@@ -290,6 +293,7 @@ def _failed(strategy: str, kept: list[BaseException]) -> Any:
 
 
 def _after_an_error(rank: int, world: int, strategy: str) -> None:
+    """Parallelizes again while only a stored traceback refers to the former optimizer."""
     kept: list[BaseException] = []
     model = _failed(strategy, kept)
     assert len(kept) == 1

@@ -56,6 +56,7 @@ CLIPS = {
 
 
 def _train(rank: int, way: str, clip: Any) -> tuple[list[Any], list[bytes]]:
+    """Trains three steps with a clipping function; returns what it returned, and the bits of the weights."""
     # With fp32 sums of a bf16 model: those are not in `.grad` under optim_grads_params.
     chosen = policy(BF16, FP32, FP32, bucket_size=1)
     model = torch_ext.parallelize(Given(SHAPES, BF16), chosen, strategy=way)
@@ -71,6 +72,7 @@ def _train(rank: int, way: str, clip: Any) -> tuple[list[Any], list[bytes]]:
 
 
 def _trained(rank: int, world: int, name: str) -> None:
+    """Compares a clipping function on sharded gradients with no_shard, and with ours."""
     whole, whole_weights = _train(rank, "no_shard", CLIPS[name])
     for way in SHARDED:
         told, weights = _train(rank, way, CLIPS[name])
@@ -115,6 +117,8 @@ def test_norms_that_others_took_are_refused_where_gradients_are_sharded() -> Non
 
 
 def _other_functions(rank: int, world: int, decorated: bool) -> None:
+    """Replaces torch's function by a plain or a decorated one: parallelize must find it in either."""
+
     def plain(parameters: Any, scale: float) -> tuple[int, float]:
         return len(parameters), scale
 

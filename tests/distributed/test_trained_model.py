@@ -109,6 +109,7 @@ def _write(model: Any, step: int) -> None:
 
 
 def _evaluate(model: Any, step: int) -> None:
+    """Uses the model between two steps: in evaluation, without a backward, and for a gradient of an input."""
     model.eval()
     with torch.no_grad():
         model(_input(step, 0))
@@ -123,6 +124,8 @@ def _nothing(model: Any, step: int) -> None:
 
 @dataclass(frozen=True)
 class Case:
+    """How a model is built and trained."""
+
     make: Callable[[], torch.nn.Module]
     loss: Callable[[Any, torch.Tensor, int], torch.Tensor] = _square
     before: Callable[[Any, int], None] = _nothing  # each step

@@ -51,6 +51,7 @@ def _published(rank: int, world: int, mesh_shape: tuple[int, ...], sliceable: bo
 
 
 def _weights(answers: list[Any], version: int) -> dict[str, Tensor]:
+    """Returns the whole weights of a version."""
     return {name: torch.from_numpy(value) for name, value in answers[0][0][version][1].items()}
 
 

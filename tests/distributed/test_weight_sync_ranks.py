@@ -114,6 +114,7 @@ def test_three_ranks() -> None:
 
 
 def _under_ddp(rank: int, world: int) -> Any:
+    """Publishes a DDP model's weights; returns what `_published` returns."""
     model, _ = _made(None)
     ddp = nn.parallel.DistributedDataParallel(model)
     named = [(name, p) for name, p in ddp.named_parameters() if p.requires_grad]
@@ -166,6 +167,7 @@ def test_a_model_that_is_cut_anew() -> None:
 
 
 def _by_columns(rank: int, world: int) -> str:
+    """Returns the error for a parameter that is sharded by columns."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 

@@ -19,6 +19,8 @@ class UserError(Exception):
 
 
 class Block(nn.Module):
+    """Parameters p0, p1, ...; `before` and `behind` are called in its forward and backward."""
+
     def __init__(self, shapes: Sequence[tuple[int, ...]], seed: int) -> None:
         super().__init__()
         for i, shape in enumerate(shapes):

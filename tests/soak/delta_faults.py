@@ -245,6 +245,7 @@ def start(kind: str, number: int, folder: pathlib.Path) -> tuple[Case, World]:
 
 
 def judge(case: Case, world: World) -> Outcome:
+    """Returns the outcome of a run, after checking what a killed process has left."""
     outcome = Outcome()
     (answer,) = world.answers
     if answer is None:

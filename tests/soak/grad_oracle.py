@@ -8,6 +8,8 @@ import torch
 
 @dataclass(frozen=True)
 class Dtypes:
+    """The dtypes of parameters, main gradients and wire."""
+
     param: torch.dtype
     main: torch.dtype
     wire: torch.dtype

@@ -262,6 +262,7 @@ def judge(case: Case, world: World) -> Outcome:
 
 
 def _judge_report(case: Case, rank: int, who: str, report: Report, outcome: Outcome) -> None:
+    """Adds to the outcome what is wrong with a rank's report."""
     outcome.seconds = max(outcome.seconds, report.seconds)
     if report.wrong >= 0:
         outcome.silent.append(

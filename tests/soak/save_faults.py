@@ -211,6 +211,7 @@ def _saves(rank: int, _size: int, group: Any, line: Line, case: Case, folder: pa
 def _checks(
     _rank: int, _size: int, _group: Any, _line: Any, case: Case, folder: pathlib.Path, seeds: "set[int]", grouped: bool
 ) -> str:
+    """Runs `Place.holds` in a process of its own."""
     return Place(case, folder / "place", 0, True if grouped else None).holds(seeds)
 
 
@@ -302,6 +303,7 @@ def start(kind: str, number: int, folder: pathlib.Path) -> tuple[Case, World]:
 
 
 def judge(case: Case, world: World) -> Outcome:
+    """Returns the outcome of a run, after checking the checkpoint that killed jobs have left."""
     outcome = Outcome(runs=0)
     for rank, answer in enumerate(world.answers):
         if answer is None:

@@ -212,6 +212,7 @@ def start(kind: str, number: int, folder: pathlib.Path) -> tuple[Case, World]:
 
 
 def judge(case: Case, world: World) -> Outcome:
+    """Returns the outcome of a run, after checking the files that killed ranks have left."""
     outcome = Outcome()
     for rank, answer in enumerate(world.answers):
         if answer is None:
