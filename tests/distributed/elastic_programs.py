@@ -161,10 +161,10 @@ class Program(NamedTuple):
                 with torch.no_grad():
                     list(plain.parameters())[step % len(list(plain.parameters()))].mul_(1.25)
 
-    def grads(self, step: int, endless: bool) -> list[dict[str, Tensor]]:
+    def grads(self, step: int, infinite: bool) -> list[dict[str, Tensor]]:
         """Returns gradients that are bf16 values, so that their mean over any number of ranks has the same bits.
 
-        endless: puts an infinity into one gradient, for steps that must be skipped.
+        infinite: puts an infinity into one gradient, for steps that must be skipped.
         """
         generator = torch.Generator().manual_seed(1000 * self.seed + step)
         grads = [
@@ -174,7 +174,7 @@ class Program(NamedTuple):
             }
             for shapes in self.blocks
         ]
-        if endless:
+        if infinite:
             grads[0]["p0"].view(-1)[0] = torch.inf
         return grads
 

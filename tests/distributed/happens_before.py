@@ -61,7 +61,7 @@ class FakeStreams(Streams):
         self.races: list[str] = []
         self.used: set[str] = set()
         self._current = ["compute"]
-        self._made = 0
+        self._count = 0
         self._groups: list[Any] = []
         self._clocks: dict[str, Clock] = {"compute": {"compute": 0}}
         self._memories: dict[int, _Memory] = {}
@@ -73,8 +73,8 @@ class FakeStreams(Streams):
         return self._current[-1]
 
     def new(self) -> str:
-        self._made += 1
-        return f"side {self._made}"
+        self._count += 1
+        return f"side {self._count}"
 
     @contextlib.contextmanager
     def on(self, stream: str) -> Iterator[None]:  # type: ignore[override]

@@ -45,7 +45,7 @@ def _weights() -> list[torch.Tensor]:
     return [torch.randn(shape, generator=draw).to(BF16) for shape in SHAPES]
 
 
-def _made(strategy: str, states: Any) -> tuple[Any, Any]:
+def _build(strategy: str, states: Any) -> tuple[Any, Any]:
     """Returns a model with `_weights` under the strategy, and its AdamW with these `states`."""
     model: Any = Given(SHAPES, BF16)
     with torch.no_grad():
@@ -62,7 +62,7 @@ def _made(strategy: str, states: Any) -> tuple[Any, Any]:
 
 def _load(folder: str, strategy: str, states: str) -> dict[str, list[bytes]]:
     """Loads the folder into an optimizer that has taken a step. Returns the bits of its consolidated state."""
-    model, optimizer = _made(strategy, states)
+    model, optimizer = _build(strategy, states)
     model(noise(0, 0, SHAPES, BF16)).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -79,7 +79,7 @@ def _load(folder: str, strategy: str, states: str) -> dict[str, list[bytes]]:
 
 def _save(rank: int, world: int, folder: str) -> None:
     """Saves the same state twice: as whole tensors, and cut by columns."""
-    model, optimizer = _made("none", "fp32")
+    model, optimizer = _build("none", "fp32")
     groups = get_optimizer_state_dict(model, optimizer)["param_groups"]
     for name in ("whole", "columns"):
         state = {"optimizer": {"state": _saved(name == "columns"), "param_groups": groups}}

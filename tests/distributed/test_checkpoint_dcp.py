@@ -127,14 +127,14 @@ def _load(rank: int, world: int, strategy: str, size: int | None, sources: dict[
                     set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=checkpoint["optimizer"])
             if logical(model, optimizer) != bits_saved:
                 wrong.append(f"{source}, {states}, {way}: other bits than were saved")
-            if states in ("remainders", "8-bit moments") and _goes_on_otherwise(
+            if states in ("remainders", "8-bit moments") and _next_step_differs(
                 model, optimizer, made(strategy, states, size)
             ):
                 wrong.append(f"{source}, {states}, {way}: goes on otherwise than from whole tensors")
     return wrong
 
 
-def _goes_on_otherwise(model: Any, optimizer: Any, other: tuple[Any, Any]) -> bool:
+def _next_step_differs(model: Any, optimizer: Any, other: tuple[Any, Any]) -> bool:
     """Whether one more step differs from that of a twin that loads the whole tensors."""
     other_model, other_optimizer = other
     other_optimizer.load_state_dict(optimizer.consolidate_state_dict(to=None))

@@ -38,7 +38,7 @@ class Side(NamedTuple):
     strategy: str
 
 
-def _made(side: Side, seed: int) -> tuple[Any, Any]:
+def _build(side: Side, seed: int) -> tuple[Any, Any]:
     """Returns the side's model, with weights drawn from `seed`, and its optimizer."""
     dtype, config = STATES[side.states]
     model: Any = Given(SHAPES, dtype)
@@ -144,12 +144,12 @@ def _pairs(rank: int, world: int, seed: int, n: int, folder: str) -> list[str]:
     """Saves and loads each case; returns what is wrong."""
     wrong = []
     for i, (saver, loader, idiom, stepped) in enumerate(_cases(seed, n)):
-        model, optimizer = _made(saver, 7)
+        model, optimizer = _build(saver, 7)
         _steps(model, optimizer, range(2))
         saved = _whole(model, optimizer)
         at = f"{folder}/{i}"
         dcp.save(_given(idiom, model, optimizer), checkpoint_id=at)
-        other_model, other = _made(loader, 8)
+        other_model, other = _build(loader, 8)
         if stepped:
             _steps(other_model, other, range(5, 6))
         case = f"{saver} -> {loader}, {idiom}, {'stepped' if stepped else 'fresh'}"
@@ -184,7 +184,7 @@ WORDS = (
 
 def _saved_by_torch(folder: Path) -> tuple[Any, Any]:
     """Saves a model with torch.optim.AdamW through torch's writer."""
-    model, optimizer = _made(Side("torch", "masters", False, "none"), 7)
+    model, optimizer = _build(Side("torch", "masters", False, "none"), 7)
     _steps(model, optimizer, range(2))
     dcp.save(_given("get and set", model, optimizer), checkpoint_id=folder)
     return model, optimizer
@@ -192,10 +192,10 @@ def _saved_by_torch(folder: Path) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("idiom", IDIOMS)
 def test_torchs_planner_says_which_reader_loads_what_is_missing(idiom: str, tmp_path: Path) -> None:
-    model, optimizer = _made(Side("torch", "masters", False, "none"), 7)
+    model, optimizer = _build(Side("torch", "masters", False, "none"), 7)
     _steps(model, optimizer, range(2))
     dcp.save(_given(idiom, model, optimizer), checkpoint_id=tmp_path)
-    loader, ours = _made(Side("ours", "masters", True, "none"), 8)
+    loader, ours = _build(Side("ours", "masters", True, "none"), 8)
     before = _whole(loader, ours)
     with pytest.raises(CheckpointException, match=WORDS):
         dcp.load(_given(idiom, loader, ours), checkpoint_id=tmp_path)
@@ -205,7 +205,7 @@ def test_torchs_planner_says_which_reader_loads_what_is_missing(idiom: str, tmp_
 
 def test_a_planner_that_passes_over_what_is_missing_makes_masters_too(tmp_path: Path) -> None:
     saved = _whole(*_saved_by_torch(tmp_path))
-    model, optimizer = _made(Side("ours", "remainders", False, "none"), 8)
+    model, optimizer = _build(Side("ours", "remainders", False, "none"), 8)
     with pytest.warns(UserWarning, match="no 'optimizer.state.p0.master_param', .* made from the weights in it"):
         planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
         dcp.load(_given("get and set", model, optimizer), checkpoint_id=tmp_path, planner=planner)
@@ -214,10 +214,10 @@ def test_a_planner_that_passes_over_what_is_missing_makes_masters_too(tmp_path: 
 
 
 def test_masters_of_parameters_without_names_are_the_weights_that_were_loaded(tmp_path: Path) -> None:
-    model, optimizer = _made(Side("torch", "fp32", False, "none"), 7)
+    model, optimizer = _build(Side("torch", "fp32", False, "none"), 7)
     _steps(model, optimizer, range(2))
     dcp.save(_given("objects", model, optimizer), checkpoint_id=tmp_path)
-    loader, ours = _made(Side("ours", "masters", False, "none"), 8)
+    loader, ours = _build(Side("ours", "masters", False, "none"), 8)
     with pytest.warns(
         UserWarning, match="no 'optimizer.state.0.master_param', .*the weight is its master from the next"
     ):
@@ -245,7 +245,7 @@ def test_keys_that_every_adam_has_stay_missed(what: str, tmp_path: Path, monkeyp
         return metadata
 
     monkeypatch.setattr(torch_ext.CheckpointReader, "read_metadata", without)
-    model, optimizer = _made(Side("ours", "masters", True, "none"), 8)
+    model, optimizer = _build(Side("ours", "masters", True, "none"), 8)
     with pytest.raises(CheckpointException, match=f"Missing key in checkpoint state_dict: {MISSING[what]}"):
         _load("get and set", model, optimizer, str(tmp_path))
 

@@ -26,7 +26,7 @@ WIRES: list[Any] = [
 ]
 
 
-def _tells(rank: int, world: int, strategy: str) -> None:
+def _checks_slots(rank: int, world: int, strategy: str) -> None:
     """The slots for messages in flight must count a joined message by its size."""
     chosen = policy(BF16, bucket_size=300, overlap_grad_reduce=True)
     engine = parallel_module.reducer_of(torch_ext.parallelize(Given(SHAPES, BF16), chosen, strategy=strategy))
@@ -37,7 +37,7 @@ def _tells(rank: int, world: int, strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
 def test_joined_buckets_take_more_slots(strategy: str) -> None:
-    ranks.run(2, _tells, strategy)
+    ranks.run(2, _checks_slots, strategy)
 
 
 def _join(n: int) -> None:

@@ -43,7 +43,7 @@ def _is_mean(model: Any, step: int, world: int) -> bool:
 
 # -- the bits -----------------------------------------------------------------------------------------------------
 
-OF_ALL_KINDS: list[Any] = [(), (300,), (1,), (0, 3), (127,), (129, 3), (4, 6, 3, 3), (5000,), (2,)]
+SHAPES_OF_ALL_KINDS: list[Any] = [(), (300,), (1,), (0, 3), (127,), (129, 3), (4, 6, 3, 3), (5000,), (2,)]
 DTYPES = {  # of parameters, gradients, wire, gathered sums
     "fp8": (FP32, None, "fp8", None),
     "fp8, gathered in fp8": (FP32, None, "fp8", "fp8"),
@@ -53,9 +53,9 @@ DTYPES = {  # of parameters, gradients, wire, gathered sums
 }
 
 
-def _of_all_kinds(dtype: torch.dtype) -> Any:
+def _model_of_all_kinds(dtype: torch.dtype) -> Any:
     """Returns a model with parameters of all shapes, one transposed and one channels_last."""
-    model = Given(OF_ALL_KINDS, dtype)
+    model = Given(SHAPES_OF_ALL_KINDS, dtype)
     model.p5.data = torch.zeros(3, 129, dtype=dtype).t()
     model.p6.data = model.p6.data.to(memory_format=torch.channels_last)
     return model
@@ -66,7 +66,7 @@ def _trained(model: Any, rank: int) -> list[list[bytes]]:
     found = []
     for step in range(3):
         model.zero_grad()
-        grads = noise(step, rank, OF_ALL_KINDS)
+        grads = noise(step, rank, SHAPES_OF_ALL_KINDS)
         model(grads).backward()
         found.append(bits([p.grad for p in model.parameters()]))
     return found
@@ -76,11 +76,11 @@ def _as_no_shard(rank: int, world: int, dtypes: Any, **options: Any) -> None:
     """With buckets of any size, and with any transport, DDP's gradients must be no_shard's."""
     dtype, main, wire, gather = dtypes
     chosen = policy(dtype, main, wire, grad_gather_dtype=gather)
-    expected = _trained(torch_ext.parallelize(_of_all_kinds(dtype), chosen, strategy="no_shard", **options), rank)
+    expected = _trained(torch_ext.parallelize(_model_of_all_kinds(dtype), chosen, strategy="no_shard", **options), rank)
     for transport in ("point to point", "collectives"):
         group = ranks.group_with_collectives() if transport == "collectives" else None
         for cap_mb in (25, 0.002, 0.00001):
-            model = DistributedDataParallel(_of_all_kinds(dtype), process_group=group, bucket_cap_mb=cap_mb)
+            model = DistributedDataParallel(_model_of_all_kinds(dtype), process_group=group, bucket_cap_mb=cap_mb)
             torch_ext.register_comm_hook(model, chosen, **options)
             assert _trained(model, rank) == expected, f"{transport}, DDP's buckets of {cap_mb} MB"
 

@@ -43,7 +43,7 @@ def _train(model: Any, rank: int, steps: range) -> list[bytes]:
     return bits([p.grad for p in model.parameters()])
 
 
-def _made(hook: str) -> tuple[Any, Any]:
+def _build(hook: str) -> tuple[Any, Any]:
     """Returns a DDP model with our hook or one of torch's, and our hook's state."""
     model = DistributedDataParallel(Given(SHAPES), bucket_cap_mb=0.0001)
     if hook == "ours":
@@ -58,7 +58,7 @@ def _copied(rank: int, world: int, way: str) -> None:
     without = _train(plain, rank, range(3))
     found = {}
     for hook in ("torch's", "ours"):
-        model, state = _made(hook)
+        model, state = _build(hook)
         _train(model, rank, range(2))
         made = WAYS[way]((model, torch_ext.AdamW(model.parameters(), lr=0.1)))
         other, optimizer = made if isinstance(made, tuple) else (made, torch_ext.AdamW(made.parameters(), lr=0.1))
@@ -84,7 +84,7 @@ def test_a_copy_is_what_that_of_a_model_with_torchs_hook_is(way: str) -> None:
 
 def _state_alone(rank: int, world: int) -> None:
     """Saves the hook and its state without the model, as torch's documentation does with PowerSGDState."""
-    model, state = _made("ours")
+    model, state = _build("ours")
     wanted = _train(model, rank, range(3))
     ((hook, _),) = model._comm_hooks
     saved = _through_a_file({"hook": hook, "state": state, "model": model.state_dict()})
@@ -102,7 +102,7 @@ def test_a_state_that_was_saved_alone_is_registered_with_another_model() -> None
 
 def _differing(rank: int, world: int) -> list[str]:
     """Ranks that load states of different files must get an error in the first backward, and in step()."""
-    model, state = _made("ours")
+    model, state = _build("ours")
     loaded = _through_a_file(state)
     loaded._policy = policy(FP32, FP32, FP32 if rank else BF16)
     fresh = DistributedDataParallel(Given(SHAPES))
@@ -133,7 +133,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 
 def _fails(rank: int, world: int) -> None:
     """Rank 1 is lost: step() of every optimizer with these parameters must raise, and others' must not."""
-    model, _ = _made("ours")
+    model, _ = _build("ours")
     _train(model, rank, range(2))
     optimizers = [make(model.parameters()) for make in OPTIMIZERS.values()]
     other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)

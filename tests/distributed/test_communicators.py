@@ -159,7 +159,7 @@ def _message(pool: Any, values: torch.Tensor | None = None) -> Any:
     return gloo_p2p.CompressedMessage(_values() if values is None else values, pool)
 
 
-def _lent(pool: Any, count: int) -> list[int]:
+def _next_addresses(pool: Any, count: int) -> list[int]:
     """Returns the addresses of the memory that the next messages get, and keeps that memory in use."""
     memories = [pool.lend(compression.size(NUMEL, torch.bfloat16), CPU) for _ in range(count)]
     pool.kept = memories
@@ -172,9 +172,9 @@ def test_what_several_ranks_are_sent_is_kept_for_the_last() -> None:
     where = message.bytes.data_ptr()
     first, second = (gloo_p2p.PendingSend(message, Work()) for _ in range(2))
     first.wait()
-    assert where not in _lent(pool, 1)
+    assert where not in _next_addresses(pool, 1)
     second.wait()
-    assert _lent(pool, 1) == [where]
+    assert _next_addresses(pool, 1) == [where]
 
 
 @pytest.mark.parametrize("others", [0, 1], ids=["all", "another-is-on-its-way"])
@@ -185,7 +185,7 @@ def test_a_message_that_is_waited_for_twice_is_given_back_once(others: int) -> N
     sent, *_ = [gloo_p2p.PendingSend(message, Work()) for _ in range(1 + others)]
     sent.wait()
     sent.wait()
-    found = _lent(pool, 2)
+    found = _next_addresses(pool, 2)
     assert found.count(where) == 1 - others
     assert len(set(found)) == 2, "two messages in one memory"
 
@@ -213,12 +213,12 @@ def test_what_arrives_is_there_after_the_first_wait_and_stays(disordered: bool) 
     arriving.wait()
     assert arriving.is_completed()
     assert torch.equal(into.view(torch.int16), values.view(torch.int16))
-    found = _lent(pool, 1)
+    found = _next_addresses(pool, 1)
     pool.kept[0].fill_(0x5A)  # the next message overwrites the memory
     arriving.wait()
     assert torch.equal(into.view(torch.int16), values.view(torch.int16))
     assert [work.waits for work in works] == [1] * (1 + disordered)
-    assert found[0] not in _lent(pool, 2), "given back twice"
+    assert found[0] not in _next_addresses(pool, 2), "given back twice"
 
 
 def _exchange(monkeypatch: pytest.MonkeyPatch, world_size: int) -> tuple[Any, list[tuple[int, torch.Tensor]]]:
@@ -246,9 +246,9 @@ def test_what_all_ranks_are_sent_is_compressed_once(monkeypatch: pytest.MonkeyPa
     assert len({message.data_ptr() for _, message in sent}) == 1
     where = sent[0][1].data_ptr()
     for _, work in works:
-        assert where not in _lent(exchange._compressed_memory, 1)
+        assert where not in _next_addresses(exchange._compressed_memory, 1)
         work.wait()
-    assert _lent(exchange._compressed_memory, 1) == [where]
+    assert _next_addresses(exchange._compressed_memory, 1) == [where]
 
 
 def test_each_rank_is_sent_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

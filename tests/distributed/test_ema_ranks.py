@@ -18,7 +18,7 @@ import torch_ext
 WAYS = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 
-def _made(way: str | None, ema_dtype: Any) -> tuple[Any, Any]:
+def _build(way: str | None, ema_dtype: Any) -> tuple[Any, Any]:
     """Returns a model and an optimizer that averages. way: the strategy; None: one process."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(8, 300), nn.ReLU(), nn.Linear(300, 1)).to(BF16)
@@ -50,7 +50,7 @@ def _averages(optimizer: Any) -> list[bytes]:
 def _each(rank: int, world: int, folder: str) -> None:
     """Compares every strategy with one process."""
     for ema_dtype in (BF16, "24bit"):
-        alone, by_itself = _made(None, ema_dtype)
+        alone, by_itself = _build(None, ema_dtype)
         _train(alone, by_itself, range(4))
         with by_itself.ema_weights():
             swapped = _weights(alone)
@@ -58,7 +58,7 @@ def _each(rank: int, world: int, folder: str) -> None:
         averages = bits(list(by_itself.ema_state_dict().values()))
         health = _health(*copy.deepcopy((alone, by_itself)))
         for way in WAYS:
-            model, optimizer = _made(way, ema_dtype)
+            model, optimizer = _build(way, ema_dtype)
             _train(model, optimizer, range(4))
             before = _weights(model)
             assert before == _weights(alone), way
@@ -83,10 +83,10 @@ def _health(model: Any, optimizer: Any) -> dict[str, float]:
 
 def _cross(folder: str, ema_dtype: Any) -> None:
     """Saves under one strategy and loads under another: the averages must have the same bits."""
-    model, optimizer = _made("optim_grads", ema_dtype)
+    model, optimizer = _build("optim_grads", ema_dtype)
     _train(model, optimizer, range(4))
     dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=folder)
-    other, loaded = _made("optim_grads_params", ema_dtype)
+    other, loaded = _build("optim_grads_params", ema_dtype)
     into = {"optimizer": loaded.state_dict()}
     dcp.load(into, checkpoint_id=folder)
     loaded.load_state_dict(into["optimizer"])

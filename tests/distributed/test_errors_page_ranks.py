@@ -225,14 +225,14 @@ CASES: list[tuple[str, Callable[[int], Any]]] = [
 ]
 
 
-def _of_the_page() -> set[str]:
+def _messages_on_page() -> set[str]:
     """Returns the messages in the first column of the page's section."""
     section = PAGE.read_text().split("\n## Data parallelism\n")[1].split("\n## ")[0]
     return {part for part in re.findall(r"^\| `(.+?)` \|", section, re.MULTILINE)}
 
 
 def test_every_row_of_data_parallelism_has_a_case() -> None:
-    rows = _of_the_page()
+    rows = _messages_on_page()
     assert len(rows) > 10
     assert {part for part, _ in CASES} - rows == {
         "is cut over the ranks",
@@ -241,7 +241,7 @@ def test_every_row_of_data_parallelism_has_a_case() -> None:
     assert rows - {part for part, _ in CASES} == set()
 
 
-def _meets(rank: int, world: int, case: int) -> str:
+def _message_of_case(rank: int, world: int, case: int) -> str:
     """Returns the error's text on this rank."""
     try:
         CASES[case][1](rank)
@@ -252,5 +252,5 @@ def _meets(rank: int, world: int, case: int) -> str:
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{i}-{part[:50]}" for i, (part, _) in enumerate(CASES)])
 def test_who_does_what_the_page_says_meets_its_message(case: int) -> None:
-    answers = ranks.run(2, _meets, case, timeout=10.0)
+    answers = ranks.run(2, _message_of_case, case, timeout=10.0)
     assert [CASES[case][0] in answer for answer in answers] == [True, True], answers

@@ -14,7 +14,7 @@ STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 MASTERS: dict[str, dict[str, Any]] = {"fp32": {}, "remainders": {"store_param_remainders": True}}
 
 
-def _made(strategy: str, masters: str, **ddp: Any) -> tuple[Any, Any]:
+def _build(strategy: str, masters: str, **ddp: Any) -> tuple[Any, Any]:
     """Returns a parallel model and its optimizer. masters: a key of MASTERS; ddp: overrides of the policy."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 40)).to(torch.bfloat16)
@@ -55,7 +55,7 @@ def _quiet(optimizer: Any) -> None:
 
 def _own_writes(rank: int, world: int, strategy: str, masters: str, ddp: dict[str, Any]) -> None:
     """Trains, clips, saves and syncs: none of that may be counted as an external write."""
-    model, optimizer = _made(strategy, masters, **ddp)
+    model, optimizer = _build(strategy, masters, **ddp)
     for step in range(5):
         _train(model, optimizer, step, rank)
         if step == 2:
@@ -76,7 +76,7 @@ def test_D7_steps_in_backward_are_no_writes_of_others() -> None:
 
 def _silent(rank: int, world: int, strategy: str, masters: str) -> None:
     """Writes 0.25 to every weight; a step that adds nothing must keep it."""
-    model, optimizer = _made(strategy, masters)
+    model, optimizer = _build(strategy, masters)
     for step in range(3):
         _train(model, optimizer, step, rank)
     _quiet(optimizer)
@@ -94,7 +94,7 @@ def test_D3_D7_a_write_without_a_trace_takes_effect_on_every_rank(masters: str) 
 
 def _refused(rank: int, world: int, strategy: str, masters: str) -> None:
     """With on_external_write="error" the step must raise before it has written anything."""
-    model, optimizer = _made(strategy, masters)
+    model, optimizer = _build(strategy, masters)
     optimizer.on_external_write = "error"
     for step in range(3):
         _train(model, optimizer, step, rank)
@@ -113,7 +113,7 @@ def test_D7_error_stops_every_chunk_before_the_first(masters: str) -> None:
 
 def _opened(rank: int, world: int, strategy: str, masters: str) -> None:
     """Clamps opened masters: the whole weights must be their rounded values on every rank."""
-    model, optimizer = _made(strategy, masters)
+    model, optimizer = _build(strategy, masters)
     for step in range(3):
         _train(model, optimizer, step, rank)
     before = _weights(model)
@@ -136,7 +136,7 @@ def test_opened_masters_reach_every_rank(masters: str) -> None:
 
 def _seeded(rank: int, world: int, strategy: str, masters: str) -> list[Any]:
     """Resyncs masters of shards from whole fp32 values: they must have the values' bits; remainders may be one off."""
-    model, optimizer = _made(strategy, masters)
+    model, optimizer = _build(strategy, masters)
     _train(model, optimizer, 0, rank)
     shapes = {"0.weight": (96, 64), "0.bias": (96,), "2.weight": (40, 96), "2.bias": (40,)}
     generator = torch.Generator().manual_seed(4)

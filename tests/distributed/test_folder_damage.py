@@ -301,7 +301,7 @@ def _as_torch_saves(later: tuple[Any, ...]) -> Callable[[TensorProperties], tupl
 
 
 # What a torch saves of a tensor's properties after the five fields that every torch saves.
-OF_TORCH: dict[str, tuple[Any, ...]] = {
+FIELDS_OF_TORCH: dict[str, tuple[Any, ...]] = {
     "2.10": (),
     "2.15, without strides": (None,),
     "2.15": ((3, 1),),
@@ -309,7 +309,7 @@ OF_TORCH: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("later", OF_TORCH.values(), ids=OF_TORCH)
+@pytest.mark.parametrize("later", FIELDS_OF_TORCH.values(), ids=FIELDS_OF_TORCH)
 def test_a_folder_that_another_torch_saved_loads(
     later: tuple[Any, ...], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

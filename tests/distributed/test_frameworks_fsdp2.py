@@ -58,7 +58,7 @@ CASES = {
 }
 
 
-def _made(case: str) -> tuple[Any, Any, Any]:
+def _build(case: str) -> tuple[Any, Any, Any]:
     """Returns model, optimizer and learning rate schedule of a case."""
     dtype, compute, ours, compiled = CASES[case]
     model = Net().to(dtype)
@@ -147,11 +147,11 @@ def _resumes(rank: int, world: int, cases: list[str], clip: str, folder: str) ->
     """Saves halfway, trains on, and resumes another model from the save. Returns for each case what both reached."""
     answers = []
     for i, case in enumerate(cases):
-        whole = _made(case)
+        whole = _build(case)
         norms = _train(whole, range(HALF), clip)
         dcp.save(_parts(whole), checkpoint_id=f"{folder}/{i}")
         norms += _train(whole, range(HALF, STEPS), clip)
-        resumed = _made(case)
+        resumed = _build(case)
         dcp.load(_parts(resumed), checkpoint_id=f"{folder}/{i}")
         later = _train(resumed, range(HALF, STEPS), clip)
         step = next(iter(resumed[1].state.values()))["step"]

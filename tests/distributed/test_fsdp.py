@@ -46,14 +46,14 @@ def _sums(
 ) -> int:
     """Compares three steps' gradients with the expected means. Returns the bytes of the last reduction."""
     model = Blocks(dtypes[0])
-    of_model = policy(*dtypes, bucket_size=bucket_size)
-    torch_ext.parallelize(model, of_model, strategy=STRATEGY, gradient_divide_factor=factor, **options)
-    everyone = range(world)
+    model_policy = policy(*dtypes, bucket_size=bucket_size)
+    torch_ext.parallelize(model, model_policy, strategy=STRATEGY, gradient_divide_factor=factor, **options)
+    all_ranks = range(world)
     for step in range(3):
         seeds = [10 * step + i for i in range(microbatches)]
         for seed in seeds:
             model(noise(seed, rank, SHAPES, dtypes[0])).backward()
-        means = [mean_of_ranks(seed, everyone, dtypes, factor) for seed in seeds]
+        means = [mean_of_ranks(seed, all_ranks, dtypes, factor) for seed in seeds]
         _check(model, accumulated(means, dtypes[1]), f"step {step}")
         for param in model.parameters():
             # E3: no unsharded gradient is left; `.grad` is the shard if the parameter has main_grads_dtype.

@@ -397,7 +397,7 @@ def test_whole_gradients_at_parallelize(then: str) -> None:
     ranks.run(2, _whole_gradients, then)
 
 
-def _anew(rank: int, world: int, before: str) -> None:
+def _parallelizes_again(rank: int, world: int, before: str) -> None:
     """Parallelizes again after a forward without a backward, or one that raised: the root's unit is unsharded then."""
     model = Blocks()
     if before == "the user's":
@@ -420,7 +420,7 @@ def _anew(rank: int, world: int, before: str) -> None:
 
 @pytest.mark.parametrize("before", ["evaluated", "raised", "the user's"])
 def test_parallelize_after_a_forward(before: str) -> None:
-    ranks.run(2, _anew, before)
+    ranks.run(2, _parallelizes_again, before)
 
 
 def _some_were_added(rank: int, world: int) -> None:

@@ -134,10 +134,10 @@ def _run(
 
     loss_of, backward, before: replace how the loss is computed and differentiated, and act before each step."""
     model = _net(dtypes[0], **options)
-    of_model = policy(*dtypes, loss_scale=64.0 if dtypes[0] == FP16 else None, bucket_size=1)
-    torch_ext.parallelize(model, of_model, strategy=strategy)
-    optimizer = torch_ext.AdamW(model.named_parameters(), lr=3e-3, policy=of_model)
-    scaler = of_model.grad_scaler()
+    model_policy = policy(*dtypes, loss_scale=64.0 if dtypes[0] == FP16 else None, bucket_size=1)
+    torch_ext.parallelize(model, model_policy, strategy=strategy)
+    optimizer = torch_ext.AdamW(model.named_parameters(), lr=3e-3, policy=model_policy)
+    scaler = model_policy.grad_scaler()
     losses, norms = [], []
     for step in range(steps):
         before(model, step)
@@ -213,9 +213,9 @@ def _clipped(rank: int, world: int) -> None:
         if how == "hybrid":
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
             fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=FP32))
-        of_model = policy(BF16, FP32)
-        torch_ext.parallelize(model, of_model, strategy="no_shard" if how == "no_shard" else FULLY)
-        optimizer = torch_ext.AdamW(model.parameters(), lr=1e-3, policy=of_model)
+        model_policy = policy(BF16, FP32)
+        torch_ext.parallelize(model, model_policy, strategy="no_shard" if how == "no_shard" else FULLY)
+        optimizer = torch_ext.AdamW(model.parameters(), lr=1e-3, policy=model_policy)
         _loss(model, 0, rank).backward()
         norms[how] = float(torch_ext.clip_grad_norm_(optimizer, 1e-3))
     # no_shard rounds its gradients to bf16 once more; HSDP adds replicas in another order.
@@ -230,18 +230,18 @@ def test_the_norm_of_all_shards() -> None:
 def _before(rank: int, world: int, kind: str) -> None:
     """An optimizer that was created before parallelize must step the model's new parameters."""
     model = _net(FP32)
-    of_model = policy(FP32)
+    model_policy = policy(FP32)
     if kind == "ours":
-        optimizer: torch.optim.Optimizer = torch_ext.AdamW(model.parameters(), lr=1e-2, policy=of_model)
+        optimizer: torch.optim.Optimizer = torch_ext.AdamW(model.parameters(), lr=1e-2, policy=model_policy)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    torch_ext.parallelize(model, of_model, strategy=FULLY)
+    torch_ext.parallelize(model, model_policy, strategy=FULLY)
     for step in range(3):
         _loss(model, step, rank).backward()
         optimizer.step()
         optimizer.zero_grad()
     later = _net(FP32)
-    torch_ext.parallelize(later, of_model, strategy=FULLY)
+    torch_ext.parallelize(later, model_policy, strategy=FULLY)
     other = type(optimizer)(later.parameters(), lr=1e-2)
     for step in range(3):
         _loss(later, step, rank).backward()
@@ -267,10 +267,10 @@ def _mixed(rank: int, world: int) -> None:
     frozen = model.embedding.weight.detach().clone()
     for block in model.blocks:
         block.insert(0, _ToFp32())
-    of_model = policy(BF16, FP32)
-    torch_ext.parallelize(model, of_model, strategy=FULLY)
+    model_policy = policy(BF16, FP32)
+    torch_ext.parallelize(model, model_policy, strategy=FULLY)
     assert {p.dtype for m in model.modules() if isinstance(m, torch.nn.LayerNorm) for p in m.parameters()} == {FP32}
-    optimizer = torch_ext.AdamW(model.parameters(), lr=1e-2, policy=of_model)
+    optimizer = torch_ext.AdamW(model.parameters(), lr=1e-2, policy=model_policy)
     losses = []
     for _ in range(30):
         loss = _loss(model, 0, 0)
@@ -301,11 +301,11 @@ def _several(rank: int, world: int) -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2])]
     mine = pairs[0] if rank < 2 else pairs[1]
     models = [_net(BF16), _net(BF16)]
-    of_model = policy(BF16)
-    torch_ext.parallelize(models[0], of_model, strategy=FULLY)
-    torch_ext.parallelize(models[1], of_model, strategy=FULLY, process_group=mine)
-    torch_ext.parallelize(models[0], of_model, strategy=FULLY)
-    optimizers = [torch_ext.AdamW(m.named_parameters(), lr=1e-2, policy=of_model) for m in models]
+    model_policy = policy(BF16)
+    torch_ext.parallelize(models[0], model_policy, strategy=FULLY)
+    torch_ext.parallelize(models[1], model_policy, strategy=FULLY, process_group=mine)
+    torch_ext.parallelize(models[0], model_policy, strategy=FULLY)
+    optimizers = [torch_ext.AdamW(m.named_parameters(), lr=1e-2, policy=model_policy) for m in models]
     for step in range(4):
         sum(_loss(m, step, rank) for m in models).backward()  # type: ignore[union-attr]
         for optimizer in optimizers:
@@ -425,15 +425,15 @@ def test_weights_that_no_forward_used_are_dropped(how: str, then: str) -> None:
 
 def _remainders(rank: int, world: int) -> None:
     """bf16 shards whose fp32 masters are stored as 16-bit remainders."""
-    of_model = torch_ext.load_policy(
+    model_policy = torch_ext.load_policy(
         BF16,
         override_optimizer_config={"store_param_remainders": True, "main_grads_dtype": FP32},
         override_ddp_config={"grad_comm_dtype": FP32},
     )
     weights, masters = [], []
     for strategy in (FULLY, "no_shard"):
-        model = torch_ext.parallelize(_net(BF16), of_model, strategy=strategy)
-        optimizer = torch_ext.AdamW(model.named_parameters(), lr=1e-3, policy=of_model)
+        model = torch_ext.parallelize(_net(BF16), model_policy, strategy=strategy)
+        optimizer = torch_ext.AdamW(model.named_parameters(), lr=1e-3, policy=model_policy)
         for step in range(5):
             _loss(model, step, rank).backward()
             optimizer.step()

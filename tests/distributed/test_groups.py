@@ -60,7 +60,7 @@ def _several_models(rank: int, world: int) -> None:
         params = [list(model.parameters()) for model in models]
         optimizers = [torch_ext.AdamW(each, lr=0.1) for each in (params if apart else [params[0] + params[1]])]
         reference = Reference(2)
-        everyone = [list(range(world))] * 2
+        all_ranks = [list(range(world))] * 2
         for step in range(STEPS):
             losses = [model(noise(step + 100 * m, rank, SHAPES)) for m, model in enumerate(models)]
             if step == 1:  # both in one backward
@@ -68,7 +68,7 @@ def _several_models(rank: int, world: int) -> None:
             else:
                 losses[1].backward()
                 losses[0].backward()
-            norm = reference.step(step, everyone, None if apart else 3.0)
+            norm = reference.step(step, all_ranks, None if apart else 3.0)
             if not apart:
                 assert float(torch_ext.clip_grad_norm_(optimizers[0], 3.0)) == pytest.approx(norm, rel=1e-6)
             for optimizer in optimizers:

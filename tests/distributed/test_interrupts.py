@@ -308,7 +308,7 @@ def test_weights_that_were_not_waited_for_are_there_in_the_next_forward(strategy
     assert len({str(weights) for weights in first[0]}) == 4, "each step changes them"
 
 
-def _half(rank: int, _world: int, strategy: str) -> list[str]:
+def _interrupted_halfway(rank: int, _world: int, strategy: str) -> list[str]:
     """Interrupts rank 0 after the first of a step's operator calls; sharded strategies have several. Returns what each
     later call does."""
     model = _model(strategy, {1: FP32})
@@ -340,7 +340,7 @@ def _half(rank: int, _world: int, strategy: str) -> list[str]:
 
 @pytest.mark.parametrize("strategy", ["no_shard", *SHARDED, "DDP hook"])
 def test_a_rank_that_stepped_some_parameters_only_says_so_for_good(strategy: str) -> None:
-    first, *others = ranks.run(2, _half, strategy, timeout=3.0)
+    first, *others = ranks.run(2, _interrupted_halfway, strategy, timeout=3.0)
     assert first[0] == "KeyboardInterrupt"
     assert all("step() was interrupted" in text and "Load a checkpoint" in text for text in first[1:]), first
     assert all("goes on" not in said for said in others), others

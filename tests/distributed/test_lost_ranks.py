@@ -66,14 +66,14 @@ TIMEOUT = 1.5
 LATER = 1.0 + len(STRATEGIES) * 1.5 * TIMEOUT  # after a time-out, a rank asks the others for half of one who is alive
 
 
-def _of_its_own(strategy: str) -> Any:
+def _with_own_group(strategy: str) -> Any:
     """Returns a model on a process group of its own, so that its failure does not affect the next model."""
     return _parallel(strategy, process_group=dist.new_group(timeout=datetime.timedelta(seconds=TIMEOUT)))
 
 
 def _lags_in_backward(rank: int, world: int) -> dict[str, str]:
     """Rank 1 comes too late to a backward of each strategy; returns the others' errors."""
-    models = {strategy: _of_its_own(strategy) for strategy in STRATEGIES}
+    models = {strategy: _with_own_group(strategy) for strategy in STRATEGIES}
     for model in models.values():
         model(_ones()).backward()
         model.zero_grad()
@@ -102,7 +102,7 @@ def test_a_rank_that_lags_in_backward_beyond_the_timeout_is_named() -> None:
 
 def _lags_in_step(rank: int, world: int) -> dict[str, str]:
     """Rank 1 comes too late to a step of each sharded strategy; returns the others' errors."""
-    models = {strategy: _of_its_own(strategy) for strategy in SHARDED}
+    models = {strategy: _with_own_group(strategy) for strategy in SHARDED}
     optimizers = {strategy: torch_ext.AdamW(model.parameters(), lr=0.1) for strategy, model in models.items()}
     for model, optimizer in zip(models.values(), optimizers.values(), strict=True):
         for last in (False, True):  # a first step also compares the ranks' states

@@ -247,7 +247,7 @@ def _muons_measured(
     for states in NS_DTYPES:
         kept, most = [], []
         for _ in range(3):  # the minimum counts, since gloo now and then keeps a message for good
-            model, optimizer = _of_muon(rank, strategy, states)
+            model, optimizer = _muon_and_model(rank, strategy, states)
             with live_bytes.LiveBytes() as first:
                 optimizer.step()
             model(noise(1, rank, MATRICES, BF16))  # waits for the weights
@@ -262,18 +262,18 @@ def _muons_measured(
     return found
 
 
-def _of_muon(rank: int, strategy: str, states: str) -> Any:
+def _muon_and_model(rank: int, strategy: str, states: str) -> Any:
     """Returns a model and its Muon with states, before its first step."""
     model: Any = Given(MATRICES, BF16)
-    torch_ext.parallelize(model, _of_states(states), strategy=strategy)
+    torch_ext.parallelize(model, _policy_of_states(states), strategy=strategy)
     options: dict[str, Any] = {"ns": "auto", "ns_dtype": NS_DTYPES[states], "split": SPLIT}
-    optimizer = torch_ext.Muon(model.named_parameters(), policy=_of_states(states), **options)
+    optimizer = torch_ext.Muon(model.named_parameters(), policy=_policy_of_states(states), **options)
     model(noise(1, rank, MATRICES, BF16)).backward()
     optimizer.state_dict()
     return model, optimizer
 
 
-def _of_states(states: str) -> torch_ext.Policy:
+def _policy_of_states(states: str) -> torch_ext.Policy:
     return torch_ext.load_policy(
         BF16, override_optimizer_config={"states": states}, override_ddp_config={"bucket_size": 200_000}
     )
@@ -292,7 +292,7 @@ def test_the_plan_of_matrices_is_what_is_measured(strategy: str, world: int, thr
     plans = {}
     for states, ns_dtype in NS_DTYPES.items():
         muon = MuonOptions(ns="auto", ns_dtype=ns_dtype, split=SPLIT, threads=threads)
-        (plans[states],) = plan_memory(shapes, _of_states(states), world, [strategy], muon=muon)
+        (plans[states],) = plan_memory(shapes, _policy_of_states(states), world, [strategy], muon=muon)
     products = {states: plan.products for states, plan in plans.items()}
     found = ranks.run(world, _muons_measured, strategy, threads, products)
     for states, plan in plans.items():
@@ -302,13 +302,13 @@ def test_the_plan_of_matrices_is_what_is_measured(strategy: str, world: int, thr
         most = max(of_rank[states][2] for of_rank in found)
         assert plan.stepping <= most <= plan.stepping + SMALL, states
         assert (plan.stepping > 0) == (world > 1)
-        (by_adamw,) = plan_memory(shapes, _of_states(states), world, [strategy])
+        (by_adamw,) = plan_memory(shapes, _policy_of_states(states), world, [strategy])
         assert plan.moments < by_adamw.moments
         assert plan.peak == max(plan.total + max(plan.transient, plan.stepping), plan.peak)
 
 
 def test_matrices_that_are_refused() -> None:
-    policy = _of_states("bf16")
+    policy = _policy_of_states("bf16")
     with pytest.raises(ValueError, match="no parameter is a matrix of Muon's: shapes are needed"):
         plan_memory([1000, 7], policy, 1, muon=MuonOptions())
     shapes = {"p": torch.empty(30, 20, dtype=BF16, device="meta")}

@@ -65,7 +65,7 @@ def _local(model: Any) -> dict[str, list[bytes]]:
     return {name: bits([p.to_local() if hasattr(p, "to_local") else p]) for name, p in model.named_parameters()}
 
 
-def _made(strategy: str, dtype: torch.dtype = FP32, backward: bool = False, **options: Any) -> tuple[Any, Any]:
+def _build(strategy: str, dtype: torch.dtype = FP32, backward: bool = False, **options: Any) -> tuple[Any, Any]:
     model: Any = Given(SHAPES, dtype)
     policy = torch_ext.load_policy(model, override_ddp_config={"step_in_backward": backward})
     torch_ext.parallelize(model, policy, strategy=strategy)
@@ -85,7 +85,7 @@ def _bytes(rank: int, strategy: str) -> int:
         sent.append(sum(n for to, n in enumerate(of_given) if to != rank) * given.element_size())
         return theirs(into, given, of_into, of_given, **options)
 
-    model, optimizer = _made(strategy, BF16)
+    model, optimizer = _build(strategy, BF16)
     model(_ones(BF16)).backward()
     dist.all_to_all_single = counting  # type: ignore[assignment]
     optimizer.step()
@@ -95,7 +95,7 @@ def _bytes(rank: int, strategy: str) -> int:
 
 def _measured(rank: int, strategy: str) -> str:
     """Returns the dtype of products that is chosen by measuring."""
-    model, optimizer = _made(strategy, ns_dtype=None)
+    model, optimizer = _build(strategy, ns_dtype=None)
     model(_ones()).backward()
     optimizer.step()
     return optimizer.param_groups[0]["ns_dtype"]
@@ -116,14 +116,14 @@ def _refused(model: Any, optimizer: Any, gradients: list[torch.Tensor], keeps: s
 
 def _differing(rank: int, strategy: str) -> str:
     """The ranks have different plans."""
-    return _refused(*_made(strategy, split={"p0": 2} if rank else None), _ones())
+    return _refused(*_build(strategy, split={"p0": 2} if rank else None), _ones())
 
 
 def _nonfinite(rank: int, strategy: str) -> str:
     """A gradient has NaN."""
     gradients = _ones()
     gradients[1][0, 0] = torch.nan
-    return _refused(*_made(strategy), gradients)
+    return _refused(*_build(strategy), gradients)
 
 
 def _products(rank: int, strategy: str) -> str:
@@ -134,7 +134,7 @@ def _products(rank: int, strategy: str) -> str:
             task.x.fill_(torch.nan)
 
     with before_products(breaks):
-        return _refused(*_made(strategy), _ones(), keeps="p1")
+        return _refused(*_build(strategy), _ones(), keeps="p1")
 
 
 def _expert(rank: int, strategy: str) -> str:
@@ -145,7 +145,7 @@ def _expert(rank: int, strategy: str) -> str:
             task.x.fill_(torch.nan)
 
     with before_products(breaks):
-        return _refused(*_made(strategy), _ones(), keeps="p3")
+        return _refused(*_build(strategy), _ones(), keeps="p3")
 
 
 def _goes_on(rank: int, strategy: str) -> tuple[list[bytes], list[bytes]]:
@@ -158,7 +158,7 @@ def _goes_on(rank: int, strategy: str) -> tuple[list[bytes], list[bytes]]:
     def whole() -> list[bytes]:
         return bits([p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters()])
 
-    model, optimizer = _made(strategy)
+    model, optimizer = _build(strategy)
     model(_ones()).backward()
     with before_products(breaks), pytest.raises(RuntimeError, match="p1"):
         optimizer.step()
@@ -177,7 +177,7 @@ def _no_memory(rank: int, strategy: str) -> str:
             raise RuntimeError("no memory is left")
 
     with before_products(breaks):
-        return _refused(*_made(strategy), _ones(), keeps="p1")
+        return _refused(*_build(strategy), _ones(), keeps="p1")
 
 
 def _same_shapes(rank: int, strategy: str) -> str:
@@ -192,7 +192,7 @@ def _in_backward(rank: int, strategy: str) -> str:
     """With step_in_backward, which Muon does not support."""
     if strategy not in ("optim", "optim_grads"):
         return ""
-    model, optimizer = _made(strategy, backward=True)
+    model, optimizer = _build(strategy, backward=True)
     model(_ones()).backward()  # the first backward creates states; the second would step
     optimizer.step()
     optimizer.zero_grad()
@@ -207,7 +207,7 @@ def _followed(rank: int, strategy: str) -> list[Any]:
         if task.x.shape == SHAPES[1]:
             task.x.fill_(torch.nan)
 
-    model, optimizer = _made(strategy, BF16, lr=1e-3)
+    model, optimizer = _build(strategy, BF16, lr=1e-3)
     publisher = torch_ext.WeightPublisher(model, optimizer)
     engine = {name: p.detach().clone() for name, p in Given(SHAPES, BF16).named_parameters()}
     subscriber, measured = torch_ext.WeightSubscriber(engine), []

@@ -104,7 +104,7 @@ def _pretend_streams(patch: pytest.MonkeyPatch, streams_of: Callable[[torch.devi
         patch.setattr(module, "streams_of", streams_of)
 
 
-def _through(rank: int, world: int, path: str, strategy: str, breaks: bool = False) -> list[str]:
+def _trains_through_nccl(rank: int, world: int, path: str, strategy: str, breaks: bool = False) -> list[str]:
     """Trains through the pretended NCCL; the weights must have gloo's bits. Returns the races.
 
     breaks: removes the waits for NCCL, so that there must be races."""
@@ -130,11 +130,11 @@ def _through(rank: int, world: int, path: str, strategy: str, breaks: bool = Fal
 @pytest.mark.parametrize("strategy", [*strategies.STRATEGIES, "ddp hook"])
 def test_a_training_through_it_has_the_bits_of_gloo(fakes: dict[str, str], strategy: str) -> None:
     variant = "newest" if strategy != "optim" else "plain"
-    assert ranks.run(1, _through, fakes[variant], strategy, limit=80.0) == [[]]
+    assert ranks.run(1, _trains_through_nccl, fakes[variant], strategy, limit=80.0) == [[]]
 
 
 def test_a_sum_that_does_not_wait_for_nccl_is_noticed(fakes: dict[str, str]) -> None:
-    (races,) = ranks.run(1, _through, fakes["newest"], "optim", True, limit=80.0)
+    (races,) = ranks.run(1, _trains_through_nccl, fakes["newest"], "optim", True, limit=80.0)
     assert any("does not follow gradients of cycle" in race for race in races), races[:3]
 
 
@@ -413,7 +413,7 @@ def test_info_says_what_was_found_or_why_nothing(fakes: dict[str, str], variant:
 # -- all-gathers with a communicator of their own (create_all_gather_group) --------------------------------------------
 
 
-def _apart(patch: pytest.MonkeyPatch, transport: str) -> None:
+def _gathers_apart(patch: pytest.MonkeyPatch, transport: str) -> None:
     """Makes every communicator have a second one for all-gathers; `streamed.trained` has a policy without it."""
     over = factory.make_communicator
     for module in (parallelize, ddp_connection):
@@ -429,7 +429,7 @@ def _trained(rank: int, world: int, transport: str, path: str, strategy: str) ->
         expected = streamed.trained(rank, strategy, dtypes)
         with pytest.MonkeyPatch.context() as patch, happens_before.pretended(streams):
             _note_accesses(streams, patch)
-            _apart(patch, transport)
+            _gathers_apart(patch, transport)
             assert streamed.trained(rank, strategy, dtypes) == expected, name
         found[name] = streams.races
         if transport == "torch":
@@ -500,7 +500,7 @@ def _without(rank: int, world: int, path: str) -> list[str]:
         patch.setattr(nccl_transport.NcclTransport, "_issue", issued)
         _note_accesses(streams, patch)
         patch.setattr(FakeStreams, "wait", deaf)
-        _apart(patch, "nccl")
+        _gathers_apart(patch, "nccl")
         streamed.trained(rank, "optim", streamed.DTYPES["fp32"])
     return streams.races
 

@@ -54,15 +54,15 @@ def _same_object(rank: int, world: int, strategy: str) -> None:
     assert isinstance(model, Net) and type(model).__name__ == "Net" and type(model).__qualname__ == "Net"
     assert type(model).__module__ == Net.__module__ and model.note == "kept"
     assert rank or all(torch.equal(a, b) for a, b in zip(weights, model.state_dict().values(), strict=True))
-    everyone = on_all_ranks({k: v.tolist() for k, v in model.state_dict().items()})
-    assert everyone[0] == everyone[1], "rank 0's weights and buffers"
+    all_ranks = on_all_ranks({k: v.tolist() for k, v in model.state_dict().items()})
+    assert all_ranks[0] == all_ranks[1], "rank 0's weights and buffers"
     assert model.head.weight is model.embed.weight
     _backward(model, rank)
     optimizer.step()
     assert model.embed.weight.grad is model.head.weight.grad and model.scale.grad is None
     assert (model.embed.weight.grad is None) == (strategy == "optim_grads")
-    everyone = on_all_ranks([p.tolist() for p in model.parameters()])
-    assert everyone[0] == everyone[1] != [w.tolist() for w in weights]
+    all_ranks = on_all_ranks([p.tolist() for p in model.parameters()])
+    assert all_ranks[0] == all_ranks[1] != [w.tolist() for w in weights]
 
 
 def test_the_same_object_with_the_same_names_and_rank_0s_weights() -> None:
@@ -279,8 +279,8 @@ def _harmless(rank: int, world: int, strategy: str) -> None:
         assert before is not None and after is not None and torch.equal(before, after)
         assert model.embed.weight.is_shared()
         optimizer.step()
-        everyone = on_all_ranks([p.tolist() for p in model.parameters()])
-        assert everyone[0] == everyone[1]
+        all_ranks = on_all_ranks([p.tolist() for p in model.parameters()])
+        assert all_ranks[0] == all_ranks[1]
         model.load_state_dict(model.state_dict())
         model.zero_grad(set_to_none=False)
     _backward(model)

@@ -27,7 +27,7 @@ def _ones(factor: float = 1.0) -> list[torch.Tensor]:
     return [torch.full(s, factor) for s in SHAPES]
 
 
-def _is(model: Any, values: list[torch.Tensor]) -> bool:
+def _gradients_are(model: Any, values: list[torch.Tensor]) -> bool:
     """Whether the gradients are close to these values."""
     return all(torch.allclose(g, v) for g, v in zip(whole_gradients(model), values, strict=True))
 
@@ -69,7 +69,7 @@ def _zeroed_by_others(rank: int, world: int, who: str) -> None:
     time.sleep(0.5)
     assert not any(p.grad.any() for p in model.parameters())
     model(_ones(1.0 + rank)).backward()
-    assert _is(model, _ones(1.5))
+    assert _gradients_are(model, _ones(1.5))
 
 
 @pytest.mark.parametrize("who", ["an optimizer", "a module around it", "the model"])
@@ -91,7 +91,7 @@ def _after_other_gradients(rank: int, world: int, strategy: str) -> None:
     handle.remove()
     model.zero_grad()
     model(_ones(1.0 + rank)).backward()
-    assert _is(model, _ones(1.5))
+    assert _gradients_are(model, _ones(1.5))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -161,7 +161,7 @@ def _goes_on(rank: int, world: int, strategy: str) -> None:
                 zero(model, optimizer)
                 for step in range(2):
                     model(noise(step, rank, SHAPES)).backward()
-                    assert _is(model, _mean(step, world))
+                    assert _gradients_are(model, _mean(step, world))
                     optimizer.step()
                     zero(model, optimizer)
 
@@ -236,7 +236,7 @@ def _before_and_after_the_first_gradient(rank: int, world: int) -> None:
                     torch.autograd.grad(loss, [model.p1])
             model.zero_grad()
             model(noise(step, rank, SHAPES)).backward()
-            assert _is(model, _mean(step, world)), f"{strategy}, {step}"
+            assert _gradients_are(model, _mean(step, world)), f"{strategy}, {step}"
 
 
 def test_ranks_that_raise_before_and_after_their_first_gradient() -> None:
@@ -258,7 +258,7 @@ def _without_zeroing(rank: int, world: int, strategy: str) -> None:
                 optimizer.step()
             continue
         added = [303.0 * scale, 303.0 * scale, 303.0 * scale + 20.0 * scale]
-        assert _is(model, [torch.full(s, a) for s, a in zip(SHAPES, added, strict=True)])
+        assert _gradients_are(model, [torch.full(s, a) for s, a in zip(SHAPES, added, strict=True)])
         optimizer.step()
 
 
@@ -380,7 +380,7 @@ def _assigned(rank: int, world: int, strategy: str) -> None:
     with pytest.raises(RuntimeError, match=r"'p1'.*`\.grad` was assigned where gradients are sharded"):
         optimizer.step()
     model(_ones()).backward()
-    assert _is(model, [torch.full((4,), 2.0), torch.full((200,), 4.5), torch.full((3,), 2.0)])
+    assert _gradients_are(model, [torch.full((4,), 2.0), torch.full((200,), 4.5), torch.full((3,), 2.0)])
     optimizer.step()
     model.p1.grad = torch.ones(200)
     model.zero_grad()
@@ -398,7 +398,7 @@ def _second_backward(rank: int, world: int, strategy: str) -> None:
         loss = model(noise(5, rank, SHAPES))
         loss.backward(retain_graph=True)
         loss.backward()
-        assert _is(model, [2 * scale * mean for mean in _mean(5, world)])
+        assert _gradients_are(model, [2 * scale * mean for mean in _mean(5, world)])
 
 
 def test_e5_a_second_backward_without_a_step_loses_nothing() -> None:
@@ -408,7 +408,7 @@ def test_e5_a_second_backward_without_a_step_loses_nothing() -> None:
 # -- optimizers ---------------------------------------------------------------------------------------------------
 
 
-def _of_others(rank: int, world: int, strategy: str) -> None:
+def _foreign_optimizers(rank: int, world: int, strategy: str) -> None:
     """torch's own optimizers must raise on sharded gradients."""
     model = _parallel(strategy)
     model(_ones()).backward()
@@ -423,7 +423,7 @@ def _of_others(rank: int, world: int, strategy: str) -> None:
 
 
 def test_an_optimizer_of_others_on_sharded_gradients_is_an_error() -> None:
-    strategies.run(2, _of_others, chosen=SHARDED)
+    strategies.run(2, _foreign_optimizers, chosen=SHARDED)
 
 
 def _made_before(rank: int, world: int, strategy: str) -> None:

@@ -18,7 +18,7 @@ STATES: dict[str, Any] = {
 }
 
 
-def _made(strategy: str, states: str, size: int | None) -> tuple[Any, Any]:
+def _build(strategy: str, states: str, size: int | None) -> tuple[Any, Any]:
     """Returns a model and its optimizer. states: a key of STATES; size: bucket_size."""
     chosen = torch_ext.load_policy(
         BF16,
@@ -43,7 +43,7 @@ def _steps(model: Any, optimizer: Any, steps: range) -> None:
 
 def _saved(rank: int, world: int, strategy: str, states: str, size: int | None) -> bytes | None:
     """Returns the saved file of a training, on the rank that consolidates."""
-    model, optimizer = _made(strategy, states, size)
+    model, optimizer = _build(strategy, states, size)
     _steps(model, optimizer, range(2))
     if strategy != "no_shard":
         with pytest.raises(RuntimeError, match="consolidate_state_dict"):
@@ -64,7 +64,7 @@ def _saved(rank: int, world: int, strategy: str, states: str, size: int | None) 
 
 def _resumed(rank: int, world: int, strategy: str, states: str, size: int | None, saved: bytes) -> list[bytes]:
     """Resumes from the file and trains on; returns the bits of weights and states."""
-    model, optimizer = _made(strategy, states, size)
+    model, optimizer = _build(strategy, states, size)
     checkpoint = torch.load(io.BytesIO(saved), weights_only=True)
     optimizer.load_state_dict(checkpoint["optimizer"])
     model.load_state_dict(checkpoint["model"])

@@ -34,7 +34,7 @@ WAYS = [
 ]
 
 
-def _made(kind: str, strategy: str, seed: int, dtype: torch.dtype) -> tuple[Any, Any]:
+def _build(kind: str, strategy: str, seed: int, dtype: torch.dtype) -> tuple[Any, Any]:
     """Returns a model and our optimizer or torch's. kind: "torch" or "ours"."""
     model: Any = Given(SHAPES, dtype)
     weights = torch.Generator().manual_seed(seed)
@@ -71,7 +71,7 @@ def _whole(optimizer: Any) -> list[bytes]:
 
 def _saved(kind: str, strategy: str, way: dict[str, bool], dtype: torch.dtype) -> tuple[Any, list[bytes]]:
     """Returns the saved state and its bits. full_state_dict: rank 0's, which is the only one with cpu_offload."""
-    model, optimizer = _made(kind, strategy, 7, dtype)
+    model, optimizer = _build(kind, strategy, 7, dtype)
     _step(model, optimizer, range(3), dtype)
     expected = _whole(optimizer)
     found: Any
@@ -92,7 +92,7 @@ def _loads(
     source: tuple[Any, list[bytes]], kind: str, strategy: str, how: str, way: dict[str, bool], dtype: Any
 ) -> str:
     """Loads the state. Returns "loads", or what happens instead."""
-    model, optimizer = _made(kind, strategy, 8, dtype)
+    model, optimizer = _build(kind, strategy, 8, dtype)
     if how == "stepped":
         _step(model, optimizer, range(5, 6), dtype)
     if how == "with gradients":
@@ -149,14 +149,14 @@ def _fresh(rank: int, world: int) -> None:
     """torch steps an optimizer without state once, with zero gradients. To avoid that, `optimizer.state` creates the
     state."""
     for strategy in ("no_shard", "optim", "optim_grads", "FSDP2"):
-        model, optimizer = _made("ours", strategy, 8, BF16)
+        model, optimizer = _build("ours", strategy, 8, BF16)
         before = bits([p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()])
         assert optimizer.state
         assert bits([p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]) == before
         assert all(float(entry["step"]) == 0 and "exp_avg" in entry for entry in optimizer.state.values())
         assert all(p.grad is None for p in model.parameters())
         _step(model, optimizer, range(1), BF16)
-        other_model, other = _made("ours", strategy, 8, BF16)
+        other_model, other = _build("ours", strategy, 8, BF16)
         _step(other_model, other, range(1), BF16)
         assert _whole(other) == _whole(optimizer)
 

@@ -26,7 +26,7 @@ def _policy(early: bool, **options: Any) -> Any:
     )
 
 
-def _made(strategy: str, early: bool, **optimizer: Any) -> tuple[Any, Any]:
+def _build(strategy: str, early: bool, **optimizer: Any) -> tuple[Any, Any]:
     """Returns the model and its optimizer with two groups. early: step_in_backward."""
     torch.manual_seed(7)
     model: Any = Given(SHAPES, BF16)
@@ -42,7 +42,7 @@ def _made(strategy: str, early: bool, **optimizer: Any) -> tuple[Any, Any]:
 def _trained(rank: int, strategy: str, early: bool, microbatches: int) -> tuple[list[bytes], list[float]]:
     """Returns the weights after four steps under a schedule, and after each backward the fraction of this rank's
     parameters that had changed."""
-    model, optimizer = _made(strategy, early)
+    model, optimizer = _build(strategy, early)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     changed: list[list[bool]] = []
     for step in range(4):
@@ -84,12 +84,12 @@ def _beside_others(rank: int, world: int, begins: bool) -> None:
     """Another model is created or dropped between a backward that stepped and step(); it must change nothing."""
     weights = []
     for early in (True, False):
-        model, optimizer = _made("optim", early)
+        model, optimizer = _build("optim", early)
         for step in range(4):
-            others = [] if begins else [_made("no_shard", False)]
+            others = [] if begins else [_build("no_shard", False)]
             _backward(model, rank, step)
             if begins:
-                others.append(_made("no_shard", False))
+                others.append(_build("no_shard", False))
             others.clear()
             gc.collect()
             assert optimizer.stepped_in_backward() == (early and step > 0), "states are made by the first step()"
@@ -110,7 +110,7 @@ def _backward(model: Any, rank: int, step: int = 0) -> None:
 
 def _wrong(rank: int, world: int) -> None:
     """Clipping, and a second backward, must raise after a backward that stepped."""
-    model, optimizer = _made("optim", True)
+    model, optimizer = _build("optim", True)
     _backward(model, rank)
     torch_ext.clip_grad_norm_(optimizer, 1.0)  # legal, as the first backward steps nothing
     optimizer.step()
@@ -124,13 +124,13 @@ def _wrong(rank: int, world: int) -> None:
 
 def _left_out(rank: int, world: int) -> None:
     """Calls zero_grad() instead of step(): every rank must have the stepped weights."""
-    model, optimizer = _made("optim", True)
+    model, optimizer = _build("optim", True)
     for step in range(2):
         _backward(model, rank, step)
         if step == 0:
             optimizer.step()
         optimizer.zero_grad()
-    other, late = _made("optim", False)
+    other, late = _build("optim", False)
     for step in range(2):
         _backward(other, rank, step)
         late.step()
@@ -140,7 +140,7 @@ def _left_out(rank: int, world: int) -> None:
 
 def _skips(rank: int, world: int) -> None:
     """With skip_nonfinite=True a backward would step before it is known whether to skip, and must raise."""
-    model, optimizer = _made("optim", True, skip_nonfinite=True)
+    model, optimizer = _build("optim", True, skip_nonfinite=True)
     _backward(model, rank)
     optimizer.step()
     optimizer.zero_grad()
@@ -150,7 +150,7 @@ def _skips(rank: int, world: int) -> None:
 
 def _raises(rank: int, world: int) -> None:
     """A backward that raises after it has stepped some buckets leaves weights of two steps: later calls must say so."""
-    model, optimizer = _made("optim", True)
+    model, optimizer = _build("optim", True)
     for step in range(2):
         _backward(model, rank, step)
         optimizer.step()
@@ -170,7 +170,7 @@ def _raises(rank: int, world: int) -> None:
 def _under_no_sync(rank: int, world: int) -> None:
     """After a backward that stepped, gradients under no_sync would be lost, or be those of partly stepped weights."""
     for strategy in ("optim", "optim_grads"):
-        model, optimizer = _made(strategy, True)
+        model, optimizer = _build(strategy, True)
         _backward(model, rank)
         optimizer.step()
         optimizer.zero_grad()
@@ -226,7 +226,7 @@ def _again(rank: int, world: int) -> None:
 
 def _stepped_in_part(rank: int, late: float = 0.0) -> tuple[Any, Any]:
     """Returns a model and its optimizer after a backward that raised at its last gradient."""
-    model, optimizer = _made("optim", True)
+    model, optimizer = _build("optim", True)
     for step in range(2):
         _backward(model, rank, step)
         optimizer.step()
@@ -264,7 +264,7 @@ def test_what_comes_too_late(body: Any) -> None:
 
 def _lost(rank: int, world: int) -> None:
     """Rank 1 leaves a backward in which some buckets were stepped; rank 0's zero_grad() must not wait for it."""
-    model, optimizer = _made("optim", True)
+    model, optimizer = _build("optim", True)
     for step in range(2):
         _backward(model, rank, step)
         optimizer.step()
@@ -315,9 +315,9 @@ def test_what_would_have_to_be_known_before() -> None:
 def _argument(rank: int, world: int) -> None:
     """For a reduced model the policy decides; the optimizer's argument must agree with it or be rejected."""
     for strategy, early in (("optim", True), ("optim", False), ("optim_grads", True), ("no_shard", False)):
-        model, optimizer = _made(strategy, early, step_in_backward=True)
+        model, optimizer = _build(strategy, early, step_in_backward=True)
         if early:
-            other, late = _made(strategy, False)
+            other, late = _build(strategy, False)
             for step in range(3):
                 for each, by in ((model, optimizer), (other, late)):
                     _backward(each, rank, step)
@@ -349,7 +349,7 @@ def test_the_argument_of_an_optimizer_beside_a_policy() -> None:
 def _between(rank: int, world: int) -> None:
     """Calls that would change the plan must be rejected by name, and training must go on as without them."""
     for strategy in ("optim", "optim_grads"):
-        (model, optimizer), (plain, other) = (_made(strategy, True, ema_decay=0.9) for _ in range(2))
+        (model, optimizer), (plain, other) = (_build(strategy, True, ema_decay=0.9) for _ in range(2))
         for step in range(4):
             for each, by in ((model, optimizer), (plain, other)):
                 _backward(each, rank, step)
@@ -365,7 +365,7 @@ def _between(rank: int, world: int) -> None:
 
 def _loads_between(rank: int, world: int, then: str) -> None:
     """A state loaded there would be stepped again, by gradients that backward has already applied."""
-    model, optimizer = _made("optim", True)
+    model, optimizer = _build("optim", True)
     counts, saved = [], {}
     for step in range(5):
         _backward(model, rank, step)
@@ -397,7 +397,7 @@ def test_what_is_refused_between_backward_and_step() -> None:
 
 def _dropped(rank: int, world: int) -> None:
     """zero_grad() after a backward that stepped keeps the step; a publisher must publish it."""
-    model, optimizer = _made("optim", True)
+    model, optimizer = _build("optim", True)
     publisher = torch_ext.WeightPublisher(model, optimizer)
     engine = {name: p.detach().clone() for name, p in model.named_parameters()}
     subscriber = torch_ext.WeightSubscriber(engine)

@@ -32,7 +32,7 @@ def _policy(states: str, bucket_size: int | None = 900) -> Any:
     )
 
 
-def _made(states: str, **options: Any) -> tuple[Any, Any]:
+def _build(states: str, **options: Any) -> tuple[Any, Any]:
     """Returns a model that is not parallel and its optimizer. states: a key of STATES."""
     model: Any = Given(SHAPES, STATES[states][0])
     weights = torch.Generator().manual_seed(7)
@@ -80,8 +80,8 @@ def _plan(seed: int) -> list[tuple[set[int], str, int | None, int]]:
 
 def _random(rank: int, world: int, states: str, seed: int) -> None:
     """Goes through the sequence; after each change and each run of steps all bits must be those of the plain model."""
-    model, optimizer = _made(states, offload_fraction=0.5 * (seed % 2))
-    plain, reference = _made(states)
+    model, optimizer = _build(states, offload_fraction=0.5 * (seed % 2))
+    plain, reference = _build(states)
     at = 0
     for trained, strategy, bucket_size, steps in _plan(seed):
         for one in (model, plain):
@@ -104,8 +104,8 @@ def test_any_sequence_of_layouts_ends_in_the_bits_of_none(states: str) -> None:
 def _fsdp2(rank: int, world: int) -> None:
     """Under FSDP2 states are DTensors and stay where they are. Frozen parameters are sharded, too."""
     for states in ("masters", "8 bits"):
-        model, optimizer = _made(states)
-        plain, reference = _made(states)
+        model, optimizer = _build(states)
+        plain, reference = _build(states)
         at = 0
         for trained in ({1, 3, 5}, {0, 1, 2, 3, 4, 5}, {0, 1, 2}, {3}, {0, 2, 3, 4}):
             for one in (model, plain):
@@ -125,8 +125,8 @@ def test_layers_that_thaw_under_fsdp2() -> None:
 
 def _into_fsdp2(rank: int, world: int, strategy: str) -> None:
     """Moves a model with state from each strategy to FSDP2; training must go on with the bits of the plain model."""
-    model, optimizer = _made("8 bits")
-    plain, reference = _made("8 bits")
+    model, optimizer = _build("8 bits")
+    plain, reference = _build("8 bits")
     if strategy != "none":
         torch_ext.parallelize(model, _policy("8 bits"), strategy=strategy)
     for one, its in ((model, optimizer), (plain, reference)):
@@ -146,7 +146,7 @@ def test_any_layout_may_become_fsdp2s(strategy: str) -> None:
 def _scheduled(rank: int, world: int, strategy: str) -> None:
     """The optimizer stays the same object: its scheduler goes on, groups can be added, states of other parameters
     stay."""
-    model, optimizer = _made("remainders")
+    model, optimizer = _build("remainders")
     aside = torch.nn.Parameter(torch.zeros(5))
     _set_trained(model, {0, 1, 2, 3, 4})
     torch_ext.parallelize(model, _policy("remainders"), strategy=strategy)
@@ -185,10 +185,10 @@ def test_optimizers_go_on_as_the_objects_that_they_were(strategy: str) -> None:
 
 def _rank_0s(rank: int, world: int, strategy: str) -> None:
     """The ranks' weights differ. They become rank 0's, and the states must become rank 0's, too."""
-    model, optimizer = _made("8 bits")
+    model, optimizer = _build("8 bits")
     _steps(model, optimizer, range(10 * rank, 10 * rank + 2))
     torch_ext.parallelize(model, _policy("8 bits"), strategy=strategy, optimizer=optimizer)
-    expected = _made("8 bits")
+    expected = _build("8 bits")
     _steps(*expected, range(2))
     assert _whole(model, optimizer) == _whole(*expected)
 
@@ -200,7 +200,7 @@ def test_states_become_rank_0s_as_weights_do(strategy: str) -> None:
 
 def _torchs(rank: int, world: int) -> None:
     """torch's optimizers can be kept under no_shard, where their states are whole."""
-    model, _ = _made("fp32")
+    model, _ = _build("fp32")
     _set_trained(model, {0, 1})
     torch_ext.parallelize(model, _policy("fp32"), strategy="no_shard")
     theirs = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -236,7 +236,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 def _refused(rank: int, world: int, strategy: str) -> None:
     """After every rejected call, training must go on with the bits of a run without it."""
-    model, optimizer = _made("8 bits")
+    model, optimizer = _build("8 bits")
     torch_ext.parallelize(model, _policy("8 bits"), strategy=strategy)
     _steps(model, optimizer, range(2))
     had = _whole(model, optimizer)
@@ -259,7 +259,7 @@ def _refused(rank: int, world: int, strategy: str) -> None:
         torch_ext.parallelize(model, _policy("8 bits"), strategy=strategy, optimizer=optimizer if rank else other)
     assert _whole(model, optimizer) == had
     _steps(model, optimizer, range(2, 3))
-    plain, reference = _made("8 bits")
+    plain, reference = _build("8 bits")
     _steps(plain, reference, range(3))
     assert _whole(model, optimizer) == _whole(plain, reference), "goes on as if nothing had been asked"
 
@@ -284,7 +284,7 @@ def _fails(model: Any, optimizer: Any, kept: list[BaseException]) -> None:
 
 def _failed(strategy: str, kept: list[BaseException]) -> Any:
     """Returns a model whose optimizer has failed and is referred to by `kept` only."""
-    model, optimizer = _made("fp32")
+    model, optimizer = _build("fp32")
     torch_ext.parallelize(model, _policy("fp32"), strategy=strategy)
     _steps(model, optimizer, range(1))
     _fails(model, optimizer, kept)

@@ -185,10 +185,10 @@ def _trained(rank: int, world: int, strategy: str, case: Case) -> list[bytes]:
             optimizer.zero_grad()
         for name, p, q in zip(names, model.parameters(), plain.parameters(), strict=True):
             assert torch.allclose(p, q, rtol=case.tolerance, atol=case.tolerance), f"{name} after step {step}"
-    everyone = on_all_ranks(bits(list(model.parameters())))
-    assert all(each == everyone[0] for each in everyone), "the same weights on every rank"
-    assert everyone[0] != bits(list(case.make().to(case.dtype).parameters()))
-    return everyone[0]
+    all_ranks = on_all_ranks(bits(list(model.parameters())))
+    assert all(each == all_ranks[0] for each in all_ranks), "the same weights on every rank"
+    assert all_ranks[0] != bits(list(case.make().to(case.dtype).parameters()))
+    return all_ranks[0]
 
 
 def _all_trained(rank: int, world: int, strategy: str) -> dict[str, Any]:
@@ -238,8 +238,8 @@ def _compiled(rank: int, world: int, strategy: str) -> None:
             optimizer.step()
             parallel.zero_grad()
         assert torch.allclose(model[1].bias, weight * (1 - 1e-3) ** 2 - 0.2, atol=1e-3)
-        everyone = on_all_ranks([p.tolist() for p in model.parameters()])
-        assert everyone[0] == everyone[1]
+        all_ranks = on_all_ranks([p.tolist() for p in model.parameters()])
+        assert all_ranks[0] == all_ranks[1]
 
 
 def test_torch_compile() -> None:

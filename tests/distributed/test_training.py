@@ -32,10 +32,10 @@ def _train(rank: int, world: int, dtypes: Any, microbatches: int) -> tuple[list[
     """Trains 60 steps; returns losses, the bits of the weights, and norms."""
     model = _make(dtypes[0])
     # A scale with which no step overflows: after a skipped step, two runs would no longer be comparable.
-    of_model = policy(*dtypes, loss_scale=256.0, bucket_size=2000, overlap_grad_reduce=True)
-    torch_ext.parallelize(model, of_model)
-    optimizer = torch_ext.AdamW(model.parameters(), lr=3e-3, policy=of_model)
-    scaler = of_model.grad_scaler()
+    model_policy = policy(*dtypes, loss_scale=256.0, bucket_size=2000, overlap_grad_reduce=True)
+    torch_ext.parallelize(model, model_policy)
+    optimizer = torch_ext.AdamW(model.parameters(), lr=3e-3, policy=model_policy)
+    scaler = model_policy.grad_scaler()
     losses, norms = [], []
     parts = world * microbatches
     for step in range(60):

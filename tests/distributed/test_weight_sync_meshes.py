@@ -97,7 +97,7 @@ def test_tensor_parallel_engines_follow_sharded_trainers() -> None:
             assert _equal(engine, _halves(_weights(answers, version), rank))
 
 
-def _of_two_dimensions(rank: int, world: int) -> list[str]:
+def _two_dimensional(rank: int, world: int) -> list[str]:
     """Shards with FSDP2 over tensor parallelism, which cannot be published. Returns the errors."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -115,6 +115,6 @@ def _of_two_dimensions(rank: int, world: int) -> list[str]:
 
 def test_weights_that_are_cut_in_two_dimensions_are_refused_by_name() -> None:
     legal = "; Shard(0), as fully_shard makes it, and Replicate() can be published"
-    for messages in ranks.run(4, _of_two_dimensions):
+    for messages in ranks.run(4, _two_dimensional):
         assert len(messages) == 2
         assert all(said.startswith("'0.weight' is sharded as (") and said.endswith(legal) for said in messages)

@@ -26,7 +26,7 @@ class Layers(nn.Module):
         return self.given(grads)  # type: ignore[no-any-return]
 
 
-def _made(strategy: str | None, **options: Any) -> tuple[Any, Any]:
+def _build(strategy: str | None, **options: Any) -> tuple[Any, Any]:
     """Returns a model with a frozen parameter under the strategy, and its optimizer."""
     torch.manual_seed(7)
     model: Any = Layers()
@@ -59,7 +59,7 @@ def _whole(model: Any) -> dict[str, bytes]:
 
 def _published(rank: int, world: int, strategy: str, states: str, fraction: float) -> Any:
     """Returns this rank's deltas and the weights for four versions, and its part of the full message."""
-    model, optimizer = _made(strategy, states=states, offload_fraction=fraction)
+    model, optimizer = _build(strategy, states=states, offload_fraction=fraction)
     publisher = torch_ext.WeightPublisher(model, optimizer)
     found = [(publisher.publish(), _whole(model))]
     for version in range(3):
@@ -95,7 +95,7 @@ def _follows(answers: list[Any], start: dict[str, torch.Tensor]) -> None:
 
 
 def _start() -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in _made(None)[0].named_parameters()}
+    return {name: p.detach().clone() for name, p in _build(None)[0].named_parameters()}
 
 
 @pytest.mark.parametrize(("states", "fraction"), [("bf16", 0.0), ("8bit", 0.5)])
@@ -115,7 +115,7 @@ def test_three_ranks() -> None:
 
 def _under_ddp(rank: int, world: int) -> Any:
     """Publishes a DDP model's weights; returns what `_published` returns."""
-    model, _ = _made(None)
+    model, _ = _build(None)
     ddp = nn.parallel.DistributedDataParallel(model)
     named = [(name, p) for name, p in ddp.named_parameters() if p.requires_grad]
     optimizer = torch_ext.AdamW(named, lr=1e-4)
@@ -130,7 +130,7 @@ def test_under_ddp() -> None:
 
 def _at_another_step(rank: int, world: int) -> Any:
     """Rank 1 publishes one version less; returns its parts."""
-    model, optimizer = _made("no_shard")
+    model, optimizer = _build("no_shard")
     publisher = torch_ext.WeightPublisher(model, optimizer)
     parts = []
     for step in range(2):
@@ -154,7 +154,7 @@ def test_ranks_at_different_steps_are_noticed_where_parts_are_applied() -> None:
 
 def _relaid(rank: int, world: int) -> str:
     """Parallelizes under another strategy after the publisher was created; returns the error of publish()."""
-    model, optimizer = _made("no_shard")
+    model, optimizer = _build("no_shard")
     publisher = torch_ext.WeightPublisher(model, optimizer)
     torch_ext.parallelize(model, torch_ext.load_policy(BF16), strategy="optim")
     with pytest.raises(RuntimeError) as raised:

@@ -164,7 +164,7 @@ def why_no_nccl() -> str:
 
 
 @contextlib.contextmanager
-def nobody_waits_for_nccl() -> Iterator[None]:
+def without_waits_for_nccl() -> Iterator[None]:
     """Breaks the exchange on purpose, inside: nothing waits for NCCL, which a test must notice."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nccl_transport._Issued, "wait", lambda self: None)

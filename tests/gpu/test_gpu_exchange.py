@@ -64,7 +64,7 @@ def test_of_one_rank_it_changes_nothing(strategy: str, transport: str) -> None:
 def test_a_wait_for_nccl_that_is_missing_shows() -> None:
     """Checks the test above: the sleeping streams must show a missing wait."""
     expected = exchange.trained("optim", DTYPES["fp32"], CPU)
-    with exchange.sleeping_streams(), exchange.nobody_waits_for_nccl():
+    with exchange.sleeping_streams(), exchange.without_waits_for_nccl():
         assert exchange.trained("optim", DTYPES["fp32"], DEVICE, "nccl") != expected
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from test_gpu_graphs import WARM_UP, fill, static_grads
-from test_gpu_training import DEVICE, POLICIES, assert_same, nobody_waits, optimizer, set_grads, train
+from test_gpu_training import DEVICE, POLICIES, assert_same, host_never_waits, optimizer, set_grads, train
 
 import torch_ext
 
@@ -70,7 +70,7 @@ def test_a_step_with_a_publisher_waits_for_nothing() -> None:
     publisher.publish()
     for i in range(3):
         set_grads(opt, i)
-        with nobody_waits():
+        with host_never_waits():
             opt.step()
 
 

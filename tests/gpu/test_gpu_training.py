@@ -64,7 +64,7 @@ def assert_same(a: torch_ext.AdamW, b: torch_ext.AdamW) -> None:
 
 
 @contextmanager
-def nobody_waits() -> Iterator[None]:
+def host_never_waits() -> Iterator[None]:
     """Makes torch raise, inside, where one of its operations makes the host wait for the device."""
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -94,7 +94,7 @@ def test_no_step_but_the_first_waits_for_the_device(policy: str, way: str) -> No
     train(opt, 2)
     for i in range(3):
         set_grads(opt, i)
-        with nobody_waits():
+        with host_never_waits():
             torch_ext.clip_grad_norm_(opt, 1.0)
             opt.step()
             opt.zero_grad()
