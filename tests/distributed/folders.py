@@ -74,7 +74,7 @@ class Killed(BaseException):
 
 @contextlib.contextmanager
 def while_metadata_is_read(does: Callable[[], object]) -> Iterator[None]:
-    """Calls `does` whenever a reader of a folder has read .metadata and not yet opened the files it names."""
+    """Within the context, calls `does` when a reader has read .metadata and not yet opened the files it names."""
     parse = folder_metadata.parse
 
     def parsed(raw: bytes, **options: Any) -> Any:

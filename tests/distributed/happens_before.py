@@ -193,7 +193,7 @@ class FakeStreams(Streams):
 
 
 class Recording(TorchDispatchMode):
-    """Records every operator that runs inside as work of the current stream."""
+    """Within this mode, records every operator as work of the current stream."""
 
     def __init__(self, streams: FakeStreams) -> None:
         super().__init__()
@@ -308,7 +308,7 @@ def _for_fsdp2(streams: FakeStreams) -> Iterator[None]:
 
 @contextlib.contextmanager
 def pretended(streams: FakeStreams) -> Iterator[None]:
-    """Makes exchanges that are created inside run over the pretended device, in this process; gloo moves the bytes."""
+    """Within the context, new exchanges of this process run over the pretended device; gloo moves the bytes."""
     from torch_ext.comm import communicator, factory
 
     with pytest.MonkeyPatch.context() as patch, _for_fsdp2(streams):

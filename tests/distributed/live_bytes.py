@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of storages that torch's operators allocate inside. `most`: the peak."""
+    """Within this mode, counts the bytes of storages that torch's operators allocate. `most`: the peak."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -87,7 +87,7 @@ class Program(NamedTuple):
 
 @contextlib.contextmanager
 def before_products(look: Callable[[newton_schulz.Task], None]) -> Iterator[None]:
-    """Calls `look` with every matrix before its products are computed, inside. Errors that `look` raises propagate."""
+    """Within the context, calls `look` with every matrix before its products are computed; its errors propagate."""
     theirs = newton_schulz.orthogonalise
 
     def orthogonalise(tasks: Any, workspaces: Any) -> Any:
@@ -104,7 +104,7 @@ def before_products(look: Callable[[newton_schulz.Task], None]) -> Iterator[None
 
 @contextlib.contextmanager
 def counted() -> Iterator[list[float]]:
-    """Yields a list that gets the number of operations of each matrix's products that are computed inside."""
+    """Yields a list of the numbers of operations, one for each matrix whose products are computed in the context."""
     made: list[float] = []
 
     def count(task: newton_schulz.Task) -> None:

@@ -47,7 +47,7 @@ def data(folder: pathlib.Path, rank: int) -> pathlib.Path:
 
 
 def truncated(by: int) -> Callable[[pathlib.Path, pathlib.Path], None]:
-    """Returns a damage that cuts the last `by` bytes from rank 1's file."""
+    """Returns a function that cuts the last `by` bytes from rank 1's file."""
 
     def cut(folder: pathlib.Path, saves: pathlib.Path) -> None:
         file = data(folder, 1)
@@ -61,7 +61,7 @@ def missing(folder: pathlib.Path, saves: pathlib.Path) -> None:
 
 
 def file_of(name: str, rank: int) -> Callable[[pathlib.Path, pathlib.Path], None]:
-    """Returns a damage that replaces rank 1's file by a rank's file of another save."""
+    """Returns a function that replaces rank 1's file by a file of this save and rank."""
 
     def put(folder: pathlib.Path, saves: pathlib.Path) -> None:
         shutil.copy(data(saves / name, rank), data(folder, 1))
@@ -70,7 +70,7 @@ def file_of(name: str, rank: int) -> Callable[[pathlib.Path, pathlib.Path], None
 
 
 def metadata_of(name: str) -> Callable[[pathlib.Path, pathlib.Path], None]:
-    """Returns a damage that replaces .metadata by that of another save."""
+    """Returns a function that replaces .metadata by that of this save."""
 
     def put(folder: pathlib.Path, saves: pathlib.Path) -> None:
         shutil.copy(saves / name / ".metadata", folder / ".metadata")

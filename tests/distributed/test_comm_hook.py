@@ -206,7 +206,7 @@ def test_ranks_that_have_joined_reduce_zeros(world: int) -> None:
 
 
 def _nan_then_on(rank: int, world: int, way: str) -> list[str]:
-    """Gradients with NaN in some steps: the others must be right. Returns the errors."""
+    """Some steps have NaN; the gradients of the other steps must be right. Returns the errors."""
     model = _hooked(way, check_for_nan_in_grad=True)
     messages = []
     for step in range(6):

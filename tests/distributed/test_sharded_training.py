@@ -1,4 +1,4 @@
-"""Gradients and weights under optim and optim_grads: E3's table row by row, E8, and what is noticed."""
+"""Gradients and weights under optim and optim_grads: E3's table row by row, E8, and changes that must be noticed."""
 
 import time
 from typing import Any

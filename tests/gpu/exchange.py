@@ -76,7 +76,7 @@ def late(given: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 @contextlib.contextmanager
 def sleeping_streams() -> Iterator[None]:
-    """Delays everything that is queued on a stream of the exchange, inside: without a wait, old values are read."""
+    """Within the context, work on streams of the exchange is delayed. Without a wait, old values are read."""
     on, issue = CudaStreams.on, nccl_transport.NcclTransport._issue
 
     @contextlib.contextmanager
@@ -165,7 +165,7 @@ def why_no_nccl() -> str:
 
 @contextlib.contextmanager
 def without_waits_for_nccl() -> Iterator[None]:
-    """Breaks the exchange on purpose, inside: nothing waits for NCCL, which a test must notice."""
+    """Within the context, nothing waits for NCCL: a bug that a test must notice."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nccl_transport._Issued, "wait", lambda self: None)
         yield

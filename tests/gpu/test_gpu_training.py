@@ -65,7 +65,7 @@ def assert_same(a: torch_ext.AdamW, b: torch_ext.AdamW) -> None:
 
 @contextmanager
 def host_never_waits() -> Iterator[None]:
-    """Makes torch raise, inside, where one of its operations makes the host wait for the device."""
+    """Within the context, torch raises if one of its operations makes the host wait for the device."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield

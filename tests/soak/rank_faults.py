@@ -129,7 +129,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def raising(self, case: Case) -> Any:
-        """Makes user code raise in the case's block, inside."""
+        """Within the context, user code in the case's block raises."""
         block: Any = self.inner.blocks[case.block]
         handle = None
         if case.where == "forward":

@@ -30,7 +30,7 @@ def free(folder: pathlib.Path) -> int:
 
 @contextlib.contextmanager
 def filled(filler: pathlib.Path, left: int) -> Iterator[None]:
-    """Fills the disk until no more than `left` bytes are free, inside."""
+    """Within the context, a file fills the disk so that no more than `left` bytes are free."""
     filler.write_bytes(bytes(max(0, free(filler.parent) - left)))
     try:
         yield
