@@ -132,7 +132,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _fails(rank: int, world: int) -> None:
-    """Rank 1 is lost: step() of each optimizer with these parameters must raise, and that of an unrelated one must not."""
+    """Rank 1 is lost: step() of each optimizer with these parameters must raise, of an unrelated one not."""
     model, _ = _build("ours")
     _train(model, rank, range(2))
     optimizers = [make(model.parameters()) for make in OPTIMIZERS.values()]
