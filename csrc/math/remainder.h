@@ -1,4 +1,4 @@
-/* 16-bit remainders: a bf16 weight and an int16 that together are the fp32 master (semantics.md, G4).
+/* 16-bit remainders: a bf16 weight and an int16 that together are the fp32 master (docs/specification.md, G4).
  *
  * The weight is always tx_bf16_from_f32(master), nearest even. The remainder is bits(master) - (weight << 16): what the
  * weight lacks, in fp32 ulps, positive away from zero for either sign. Its range depends on the weight:

@@ -165,7 +165,7 @@ std::string Id(const testing::TestParamInfo<Case> &info) {
   return info.param.id;
 }
 
-// The rows of statement A2 of semantics.md, as fields.
+// The rows of the table in docs/specification.md, A2, as fields.
 #define BF16                                                                                                        \
   "param_dtype=bf16 main_params_dtype=fp32 exp_avg_dtype=bf16 exp_avg_sq_dtype=bf16 main_grads_dtype=bf16 "         \
   "grad_comm_dtype=bf16 grad_reduce_in_fp32=False use_precision_aware_optimizer=True store_param_remainders=False " \

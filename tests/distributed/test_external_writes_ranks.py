@@ -1,5 +1,5 @@
-"""Writes to weights under every strategy (semantics.md, D3, D7): our own writes and FSDP2's must not count as external,
-an external write that leaves no trace must take effect, and opened masters must reach every rank."""
+"""Writes to weights under every strategy (docs/specification.md, D3, D7): our own writes and FSDP2's must not count as
+external, an external write that leaves no trace must take effect, and opened masters must reach every rank."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
-"""The loss scale over several ranks (semantics.md, G3): the ranks of the chosen group must agree on found_inf under
-every strategy."""
+"""The loss scale over several ranks (docs/specification.md, G3): the ranks of the chosen group must agree on found_inf
+under every strategy."""
 
 import copy
 from typing import Any

@@ -1,5 +1,5 @@
 """AdamW and Adam: accuracy against torch.optim and against a float64 oracle, and the behaviour of a
-torch.optim.Optimizer (semantics.md, G1 and D8)."""
+torch.optim.Optimizer (docs/specification.md, G1 and D8)."""
 
 import copy
 import inspect

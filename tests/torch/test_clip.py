@@ -1,4 +1,4 @@
-"""The norm of all gradients and clipping by it (semantics.md, G2)."""
+"""The norm of all gradients and clipping by it (docs/specification.md, G2)."""
 
 import copy
 import math

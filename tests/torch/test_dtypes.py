@@ -1,4 +1,4 @@
-"""Names of dtypes in configurations: torch_ext.coerce_dtypes (semantics.md, C)."""
+"""Names of dtypes in configurations: torch_ext.coerce_dtypes (docs/specification.md, C)."""
 
 import copy
 import json

@@ -1,5 +1,5 @@
-"""Weights that other code writes between steps (semantics.md, D7): every way of writing, what does not count as a
-write, and masters that are opened, seeded or swapped on purpose (D5, D6)."""
+"""Weights that other code writes between steps (docs/specification.md, D7): every way of writing, what does not count
+as a write, and masters that are opened, seeded or swapped on purpose (D5, D6)."""
 
 import copy
 import warnings

@@ -1,5 +1,5 @@
-"""Master weights and their weights: the weight is always the rounded master (always-holds 2), and external writes
-(semantics.md, D3, D6, D7)."""
+"""Master weights and their weights: the weight is always the rounded master (docs/guarantees.md), and external writes
+(docs/specification.md, D3, D6, D7)."""
 
 import copy
 

@@ -1,5 +1,5 @@
-"""torch_ext.load_policy from Python (semantics.md, A and B1). tests/core/policy_test.cc covers the rules; these tests
-cover what Python adds."""
+"""torch_ext.load_policy from Python (docs/specification.md, A and B1). tests/core/policy_test.cc covers the rules;
+these tests cover what Python adds."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""The loss scale (semantics.md, G3): policy.grad_scaler(), which follows the rule of csrc/core/scale with
+"""The loss scale (docs/specification.md, G3): policy.grad_scaler(), which follows the rule of csrc/core/scale with
 torch.amp.GradScaler's interface, and torch's own scaler."""
 
 import copy

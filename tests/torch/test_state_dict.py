@@ -1,5 +1,5 @@
-"""Optimizer state: creating it has no effect (semantics.md, E11), and it is saved and loaded in torch's format, to the
-bit (G5, D4)."""
+"""Optimizer state: creating it has no effect (docs/specification.md, E11), and it is saved and loaded in torch's
+format, to the bit (G5, D4)."""
 
 import copy
 import io

@@ -24,8 +24,8 @@ _CALL = "resync_masters(state_dict=...)"
 
 
 def seed_masters(members: Sequence["ParamState"], keys: Sequence[str | int], state_dict: Mapping[str, Any]) -> int:
-    """Copies masters from a model's state_dict, from whose values the weights were rounded (semantics.md, D5). Returns
-    how many elements changed.
+    """Copies masters from a model's state_dict, from whose values the weights were rounded (docs/specification.md, D5).
+    Returns how many elements changed.
 
     members: each with a master. keys: the name of each. state_dict: its other entries are ignored. ValueError or
     TypeError, naming the key, before anything has changed, where an entry is missing, has another shape, or does not

@@ -1,6 +1,6 @@
 """Finds weights with fp32 masters that may have been modified outside the optimizer.
 
-Note: three signals, all of them promised (DESIGN, Masters). Each of them sees writes that the others miss:
+Note: three signals, all of them promised (docs/specification.md, D7). Each of them sees writes that the others miss:
 - the version counter of the parameter: every in-place write by torch;
 - its address: `p.data = other`, which does not increment the version counter. The operator compares addresses, or the
   plan is rebuilt;
