@@ -436,8 +436,8 @@ def test_one_clip_of_a_model_is_for_all_its_optimizers() -> None:
     optimizers, alone = [clipping(), clipping()], plain()
     for optimizer in (*optimizers, alone):
         set_grads(params(optimizer), 0)
-    everyone = list(itertools.chain.from_iterable(map(params, optimizers)))
-    torch.nn.utils.clip_grad_norm_(everyone, 1.0)
+    all_params = list(itertools.chain.from_iterable(map(params, optimizers)))
+    torch.nn.utils.clip_grad_norm_(all_params, 1.0)
     torch.nn.utils.clip_grad_norm_(params(alone), 1.0 / 2**0.5)
     for optimizer in (*optimizers, alone):
         optimizer.step()

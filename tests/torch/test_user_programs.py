@@ -166,8 +166,8 @@ class Program:
                 assert float(ours[key]) == pytest.approx(float(theirs[key]), rel=1e-6)
             assert tuple(ours["betas"]) == pytest.approx(tuple(theirs["betas"]))
         masters: dict[Any, Any] = self.both[0].master_state_dict()  # type: ignore[attr-defined]
-        everyone = [p for group in self.both[0].param_groups for p in group["params"]]
-        for at, p in enumerate(everyone):
+        all_params = [p for group in self.both[0].param_groups for p in group["params"]]
+        for at, p in enumerate(all_params):
             i = next(i for i, q in enumerate(self.ours) if q is p)
             found, exact = (p if i in self.written else masters[at]).detach().double(), self.theirs[i].detach()
             limit = self.share * self.way[i] + self.unsure[i] + 3e-7 * float(exact.norm()) + 1e-6

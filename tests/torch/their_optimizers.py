@@ -101,12 +101,12 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         return [*self.cpu_optimizers, self.gpu_optimizer]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        everyone = self.param_groups[0]["params"]
-        for p, copy in zip(everyone, self.inner, strict=True):
+        all_params = self.param_groups[0]["params"]
+        for p, copy in zip(all_params, self.inner, strict=True):
             copy.grad = None if p.grad is None else p.grad.to(copy.dtype)
         for one in self.sub_optimizers:
             one.step()
-        for p, copy in zip(everyone, self.inner, strict=True):
+        for p, copy in zip(all_params, self.inner, strict=True):
             p.data.copy_(copy)
 
 

@@ -86,10 +86,10 @@ class GradScaling:
         self._in_backward.refuse_clipping()
         if self.refuse_clipping is not None:
             self.refuse_clipping()
-        everyone = self._states.everyone()
-        for owner in reducer_registry.owners_of(everyone):
+        all_params = self._states.all_params()
+        for owner in reducer_registry.owners_of(all_params):
             owner.before_step()
-        shards = self._states.current_shards(everyone)
+        shards = self._states.current_shards(all_params)
         found = shards.grads()
         grads = [g for g in found if g is not None]
         self.clipping = self._measure(shards, grads, [g is not None for g in found], max_norm)

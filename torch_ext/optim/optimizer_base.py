@@ -132,7 +132,7 @@ class OptimizerBase(SavedOptimizer):
     def _drop_groups(self, first: int) -> None:
         """Removes the groups from `first` on, whose addition raised or was interrupted."""
         del self.param_groups[first:]
-        self._states.drop_removed(self._states.everyone())
+        self._states.drop_removed(self._states.all_params())
 
     def _before_master_change(self, doing: str) -> None:
         """Called before masters are written: RuntimeError where they must not be. Drops a consolidated state_dict."""
@@ -147,7 +147,7 @@ class OptimizerBase(SavedOptimizer):
         offload_guard.refuse_states(self, doing)
         own = {key: self.__dict__[key] for key in _PICKLED if key in self.__dict__}
         states = self._states
-        states.host.follow_moved(states.everyone(), self.state)
+        states.host.follow_moved(states.all_params(), self.state)
         parts = {"_counts": states.counts, "_host": states.host, "_forms": states.forms_to_keep()}
         return super().__getstate__() | own | parts
 
@@ -174,12 +174,12 @@ class OptimizerBase(SavedOptimizer):
             self.state = access.TrackedState.of(entries, exposed, make=self._make_first_state)
         forms = dict(state.get("_forms", {}))  # none in a load, whose states are for the parameters as they are now
         self._assemble(host, counts, forms, known)
-        self._states.note_forms(self._states.everyone())
+        self._states.note_forms(self._states.all_params())
         for group, own in zip(self.param_groups, decoupled, strict=True):
             self._fill(group, own)
             self._states.make_steps(group)
         if self._release is not None:
-            self._release.follow(self._states.everyone(), copied=True)
+            self._release.follow(self._states.all_params(), copied=True)
         self._half_loaded = False
 
     def _fill(self, group: dict[str, Any], decoupled: bool | None) -> None:

@@ -39,8 +39,8 @@ class Stepper:
         """Steps the parameters that have a gradient. released: others were stepped in backward, and their gradients
         freed. RuntimeError, before anything is written, where the operator rejects a gradient or a parameter."""
         states, scaling = self._states, self._scaling
-        everyone = states.everyone()
-        shards = states.current_shards(everyone)
+        all_params = states.all_params()
+        shards = states.current_shards(all_params)
         grads = shards.grads()
         scaling.refuse_local_scaler(shards)
         active = [g is not None for g in grads]
@@ -50,9 +50,9 @@ class Stepper:
                 self._end_measurement()
             elif not self._warned:
                 self._warned = True
-                _warn_of_orphans(len(everyone))
+                _warn_of_orphans(len(all_params))
             return
-        _refuse_capture(states, everyone)
+        _refuse_capture(states, all_params)
         self.unfinished.refuse("step()")
         hyper = self.current_hyper()
         clipping = scaling.current_clipping(shards, present, active)
@@ -155,7 +155,7 @@ class Stepper:
 
     def standing_plan(self) -> StepPlan | None:
         """Returns the last step's plan if parameters, states and their memory are still the same, else None."""
-        shards, plan = self._states.current_shards(self._states.everyone()), self.plan
+        shards, plan = self._states.current_shards(self._states.all_params()), self.plan
         fits = plan is not None and plan.fits(shards, plan.active, self._states.state) and plan.same_forms()
         return plan if fits else None
 
@@ -165,13 +165,13 @@ class Stepper:
         """Prepares a backward that steps all trained parameters, with the groups' current hyper-parameters. before: the
         ReleasedStep of the last such backward, which is reused if its plan still fits."""
         states, plan = self._states, self.plan
-        everyone = states.everyone()
-        shards, active = states.current_shards(everyone), [p.requires_grad for p in everyone]
-        _refuse_capture(states, everyone)
+        all_params = states.all_params()
+        shards, active = states.current_shards(all_params), [p.requires_grad for p in all_params]
+        _refuse_capture(states, all_params)
         if states.watcher is not None:
             states.watcher.before_writing()
         if plan is None or not plan.fits(shards, active, states.state) or not plan.same_forms():
-            plan = self._build_plan(shards, active, [p for p in everyone if p.requires_grad])
+            plan = self._build_plan(shards, active, [p for p in all_params if p.requires_grad])
         mode = states.optimizer.on_external_write
         self._check_writes(plan, mode)
         step = before if before is not None and before.plan is plan else ReleasedStep(plan)
@@ -199,7 +199,7 @@ class Stepper:
             "step_in_backward=True steps bucket by bucket, and Muon whole matrices, when all of a gradient is there: "
             "leave out step_in_backward"
         )
-        _refuse_capture(states, states.everyone())
+        _refuse_capture(states, states.all_params())
         external = masters.MODES[optimizer.on_external_write]
         self._check_writes(plan, optimizer.on_external_write)
         return self._in_backward.begin(owner, plan, self.current_hyper(), states.counts[1], external)
@@ -213,8 +213,8 @@ class Stepper:
     def drop_gradients(self) -> None:
         """Drops gradients, for zero_grad(). What backward has stepped stays stepped, on every rank."""
         self._scaling.forget()
-        everyone = self._states.everyone()
-        owners = list(reducer_registry.owners_of(everyone))
+        all_params = self._states.all_params()
+        owners = list(reducer_registry.owners_of(all_params))
         for owner in owners:
             owner.finish_failed_backward()  # afterwards it is known what a backward that raised has stepped
         if self._in_backward and any(owner.failed for owner in owners):
@@ -223,7 +223,7 @@ class Stepper:
             self._in_backward.end(self.plan)
             self.end_partial_step()
         for owner in owners:
-            owner.zero_grad(everyone)
+            owner.zero_grad(all_params)
 
 
 @contextlib.contextmanager
@@ -260,7 +260,7 @@ def _warn_of_orphans(params: int) -> None:
     )
 
 
-def _refuse_capture(states: OptimizerStates, everyone: list[Tensor]) -> None:
+def _refuse_capture(states: OptimizerStates, all_params: list[Tensor]) -> None:
     """While a CUDA graph is captured, raises RuntimeError for what cannot be captured."""
     if graph_capture.is_capturing(states.counts.device):
         graph_capture.refuse(
@@ -268,7 +268,7 @@ def _refuse_capture(states: OptimizerStates, everyone: list[Tensor]) -> None:
             states.counts.device,
             on_external_write=states.optimizer.on_external_write,
             stateless=not states.any_made(),
-            offloaded=any(states.on_host(everyone)),
+            offloaded=any(states.on_host(all_params)),
             measures=states.measuring.next is not None,
             grad_scale=vars(states.optimizer).get("grad_scale"),
         )

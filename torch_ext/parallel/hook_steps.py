@@ -80,7 +80,7 @@ _step_hook: Any = None
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     if not _alarmed_guards:
         return
-    params = set(param_groups.everyone(optimizer.param_groups))
+    params = set(param_groups.all_params(optimizer.param_groups))
     for guard in list(_alarmed_guards):
         if guard.has(params):
             guard.refuse_step()

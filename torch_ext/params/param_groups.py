@@ -37,7 +37,7 @@ class HyperparameterTable(NamedTuple):
     shared: tuple[int, int, int]  # seed, moment_rounding, weight_rounding
 
 
-def everyone(groups: list[Group]) -> list[Tensor]:
+def all_params(groups: list[Group]) -> list[Tensor]:
     return [p for group in groups for p in group["params"]]
 
 

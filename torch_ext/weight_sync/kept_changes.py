@@ -89,11 +89,11 @@ class KeptChanges:
         """Returns the members of a step for all parameters with state. That includes those that the last step skipped
         (frozen or without a gradient): other code may write to their weights."""
         states, plan = self._optimizer._states, self._optimizer._stepper.standing_plan()
-        everyone, stepped = states.everyone(), [] if plan is None else plan.members
-        if len(stepped) == len(everyone):
+        all_params, stepped = states.all_params(), [] if plan is None else plan.members
+        if len(stepped) == len(all_params):
             return stepped
         known = {m.param for m in stepped}
-        return stepped + states.members(everyone, [p not in known and states.is_made(p) for p in everyone])
+        return stepped + states.members(all_params, [p not in known and states.is_made(p) for p in all_params])
 
     def _mark_before_first_step(self) -> None:
         """Marks blocks, of parameters without state, that were written since the last version. The first step, or a
@@ -113,7 +113,7 @@ class KeptChanges:
     def _fresh(self) -> list[Tensor]:
         """Returns the parameters that are stepped and are not in `_settled`."""
         states = self._optimizer._states
-        left = [p for p in states.everyone() if id(p) not in self._settled]
+        left = [p for p in states.all_params() if id(p) not in self._settled]
         return [p for p in left if p.requires_grad or states.is_made(p)]
 
     def _settle(self) -> None:

@@ -69,10 +69,10 @@ class PublishedRuns:
         states, params = self._optimizer._states, list(self._model.params.values())
         if self._shards is None or not self._shards.fits(params):
             self._shards = ShardMap(params)
-        everyone = states.everyone()
-        trained = [p.requires_grad or states.is_made(p) for p in everyone]
+        all_params = states.all_params()
+        trained = [p.requires_grad or states.is_made(p) for p in all_params]
         where = self._shards.memory()
-        return self._shards, where, list(map(id, everyone)), trained, states.on_host(everyone), self._changes.made
+        return self._shards, where, list(map(id, all_params)), trained, states.on_host(all_params), self._changes.made
 
     def _held(self) -> list[HeldWeights]:
         """Returns this rank's weights in the order of the table. Parameters that were not stepped when this object was
@@ -98,8 +98,8 @@ class PublishedRuns:
 
     def _create_runs(self) -> list[Run]:
         states = self._optimizer._states
-        everyone = states.everyone()
-        host = dict(zip(everyone, states.on_host(everyone), strict=True))
+        all_params = states.all_params()
+        host = dict(zip(all_params, states.on_host(all_params), strict=True))
         found, not_stepped = [], self.not_stepped()
         for h in self._held():
             begin, end = h.begin, h.begin + h.weights.numel()
@@ -129,7 +129,7 @@ class PublishedRuns:
     def not_stepped(self) -> set[str]:
         """Returns the names of parameters that no step changes: not in the optimizer, or frozen and without state."""
         states = self._optimizer._states
-        trained = {p for p in states.everyone() if p.requires_grad or states.is_made(p)}
+        trained = {p for p in states.all_params() if p.requires_grad or states.is_made(p)}
         return {name for name, p in self._model.params.items() if p not in trained}
 
     def _unchanged(self, numel: int) -> dict[str, Tensor]:

@@ -169,7 +169,7 @@ def _refuse_shared(group: Any, groups: list[dict[str, Any]]) -> None:
     members = group.get("params", ()) if isinstance(group, dict) else ()
     if not isinstance(members, list | tuple):
         return
-    known = dict(zip(map(id, param_groups.everyone(groups)), param_groups.names(groups), strict=True))
+    known = dict(zip(map(id, param_groups.all_params(groups)), param_groups.names(groups), strict=True))
     for i, member in enumerate(members):
         name, p = (repr(member[0]), member[1]) if isinstance(member, tuple) else (f"parameter {i}", member)
         if id(p) in known:
