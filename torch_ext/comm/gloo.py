@@ -165,7 +165,7 @@ class GlooCommunicator(PeerMessages):
         self._queue: deque[_Reduction] = deque()
         self._compressed_gathers: deque[_AllGather] = deque()
 
-    def refuse_gone(self, label: str) -> None:
+    def check_process_group(self, label: str) -> None:
         refuse_failed(self.group, label)
 
     def borrow(self, numel: int, dtype: torch.dtype, role: str) -> WireBuffer:

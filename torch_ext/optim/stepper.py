@@ -144,7 +144,7 @@ class Stepper:
         self.plan = StepPlan(shards, active, members, grads, gathers, host, *known)
         for owner in set(owners):
             if owner is not None:
-                owner.offer(self)
+                owner.register_stepper(self)
         return self.plan
 
     def drop_plan(self) -> None:
