@@ -46,7 +46,7 @@ from torch_ext.native import library
 
 @functools.cache
 def _trades() -> Callable[[int, int, int], int]:
-    return library.function("tx_trades", *[ctypes.c_int64] * 3, restype=ctypes.c_int32, brief=True)
+    return library.function("tx_trades", *[ctypes.c_int64] * 3, restype=ctypes.c_int32, keep_gil=True)
 
 
 class _AllGather(PendingTransfer):

@@ -27,7 +27,7 @@ from torch_ext.policy.policy import Policy
 @functools.cache
 def _cuts() -> Callable[[int, int, float, bool], int]:
     arguments = (ctypes.c_int64, ctypes.c_int64, ctypes.c_double, ctypes.c_int32)
-    return library.function("tx_coalesce_cuts", *arguments, restype=ctypes.c_int64, brief=True)
+    return library.function("tx_coalesce_cuts", *arguments, restype=ctypes.c_int64, keep_gil=True)
 
 
 def _depends_on_link(plan: BucketPlan, policy: Policy) -> bool:

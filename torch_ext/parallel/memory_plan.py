@@ -158,7 +158,7 @@ def _matrix_arguments(rows: Sequence[CMatrix], threads: int | None) -> dict[str,
 
 def _workspace_of(args: _MemoryArgs) -> Any:
     """Returns the workspace of tx_memory_plan. The caller keeps it alive."""
-    nbytes = library.function("tx_memory_room_bytes", ctypes.c_void_p, restype=ctypes.c_int64, brief=True)
+    nbytes = library.function("tx_memory_room_bytes", ctypes.c_void_p, restype=ctypes.c_int64, keep_gil=True)
     return (ctypes.c_int64 * -(-nbytes(ctypes.byref(args)) // 8))()
 
 

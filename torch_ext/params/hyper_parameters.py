@@ -90,7 +90,7 @@ def refuse(group: Group, where: str) -> None:
 @functools.cache
 def check_rows() -> Callable[[Any, int, bytes | None], None]:
     """Returns tx_adamw_check_groups, which raises ValueError for rows of `row_of` with illegal numbers."""
-    return library.function("tx_adamw_check_groups", ctypes.c_void_p, ctypes.c_int64, ctypes.c_char_p, brief=True)
+    return library.function("tx_adamw_check_groups", ctypes.c_void_p, ctypes.c_int64, ctypes.c_char_p, keep_gil=True)
 
 
 def row_of(group: Group, waits: bool = True) -> list[float]:
