@@ -64,7 +64,7 @@ class AveragingOptimizer(OptimizerBase):
 def _averages_as_params(states: OptimizerStates) -> Iterator[None]:
     """Writes averages to the weights, and the weights back at the end. Collective where parameters are cut."""
     all_params = states.all_params()
-    members = states.members(all_params, [p.requires_grad or states.is_made(p) for p in all_params])
+    members = states.members(all_params, [p.requires_grad or states.has_state(p) for p in all_params])
     weights = [m.weight.detach().clone() for m in members]
     there, back = (Gathers(members, "ema_weights()") for _ in range(2))
     try:

@@ -188,7 +188,7 @@ class OptimizerBase(SavedOptimizer):
 
     def _make_first_state(self) -> None:  # where there are step counts only
         flattened.patch()  # torch.distributed.checkpoint asks for state before it loads a state_dict
-        if not self._open and not self._states.any_made():
+        if not self._open and not self._states.has_any_state():
             self._states.make_all()
 
     # -- what the step asks --------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ class OptimizerStates:
         if self._shards is None or not self._shards.fits(all_params):
             self._shards = shard_map.ShardMap(all_params)
             self.host.follow_moved(all_params, self.state)
-            if not self.any_made():
+            if not self.has_any_state():
                 self.follow_params()
         return self._shards
 
@@ -118,12 +118,12 @@ class OptimizerStates:
         """Returns the stored state of p, from opt.state or from the host; empty where there is none."""
         return self.host.peek(p, access.peek(self.state, p))
 
-    def is_made(self, p: Tensor) -> bool:
+    def has_state(self, p: Tensor) -> bool:
         """Whether p has more state than its step count."""
         return first_moment(self.stored_state(p)) is not None
 
-    def any_made(self) -> bool:
-        return any(map(self.is_made, self.all_params()))
+    def has_any_state(self) -> bool:
+        return any(map(self.has_state, self.all_params()))
 
     def on_host(self, all_params: list[Tensor]) -> list[bool]:
         """Returns for each parameter whether it is stepped on the host."""
@@ -132,7 +132,7 @@ class OptimizerStates:
 
         def size(i: int) -> int:
             p = all_params[i]
-            if not p.requires_grad and not self.is_made(p):
+            if not p.requires_grad and not self.has_state(p):
                 return 0
             return self._kinds(p, kept[i], matrices[i], "").nbytes(shards.of(i).weight.numel())
 
@@ -175,7 +175,7 @@ class OptimizerStates:
     def changes_of(self, p: Tensor, weight: Tensor, host: bool) -> dict[str, Tensor]:
         """Returns where steps record changes of `weight`, this rank's part of p. host: it is stepped on the host."""
         device = torch.device("cpu") if host else weight.device
-        return {} if self.changes is None else self.changes.beside(p, weight.numel(), device)
+        return {} if self.changes is None else self.changes.record_of(p, weight.numel(), device)
 
     def _row(self, p: Tensor, weight: Tensor, host: bool) -> Tensor | None:
         """Returns where the next step adds its measurements of p; None where it does not measure."""
@@ -192,7 +192,7 @@ class OptimizerStates:
         all_params = self.all_params()
         known = dict(self.synced)
         with torch.no_grad():
-            self.members(all_params, [p.requires_grad or self.is_made(p) for p in all_params])
+            self.members(all_params, [p.requires_grad or self.has_state(p) for p in all_params])
         self.synced = known  # without the new masters: the first step compares them, in case of a write before it
 
     def drop_removed(self, all_params: list[Tensor]) -> None:
@@ -251,7 +251,7 @@ def _complete(members: list[ParamState]) -> list[ParamState]:
     made: list[ParamState] = []
     for host in (False, True):  # separately: memory of states on the device may be offloaded (offloading/offload.py)
         missing = [m for m in members if m.host == host and not m.kinds.complete(m.state)]
-        for m, new in zip(missing, codec.make([(m.beside, m.kinds) for m in missing]), strict=True):
+        for m, new in zip(missing, codec.make([(m.weight_on_state_device, m.kinds) for m in missing]), strict=True):
             m.state.update({key: value for key, value in new.items() if key not in m.state})
         made += missing
     for m in members:

@@ -41,7 +41,7 @@ class StepRun:
         """grads: of the plan's members. counts: `OptimizerStates.counts`."""
         self._plan, self._grads, self._hyper, self._scalars = plan, grads, hyper, scalars
         self._counts, self._on_external_write, self._progress = counts, on_external_write, progress
-        self._external = masters.MODES[on_external_write]
+        self._external = masters.EXTERNAL_MODES[on_external_write]
         self._on_device: list[Tensor] = []  # the gradients, as the operator takes them
         self._row = 0  # of `counts`: 0 for the first operator call, then 1, so that a skipped step is counted once
         self._gathers: list[Work] = []

@@ -122,7 +122,7 @@ class Stepper:
         torch.distributed.checkpoint calls step() with lr 0 and zero gradients so that state is created. That must not
         be a step: with a counter at 1 the first real update would be 1.34 times too small."""
         states = self._states
-        first = not states.any_made() and all(float(g["lr"]) == 0 for g in states.groups)
+        first = not states.has_any_state() and all(float(g["lr"]) == 0 for g in states.groups)
         if first and _all_zero(shards, active, grads):
             self.drop_plan()
             states.drop_removed(shards.params)
@@ -175,7 +175,7 @@ class Stepper:
         mode = states.optimizer.on_external_write
         self._check_writes(plan, mode)
         step = before if before is not None and before.plan is plan else ReleasedStep(plan)
-        step.begin(self.current_hyper(), states.counts[1], masters.MODES[mode])
+        step.begin(self.current_hyper(), states.counts[1], masters.EXTERNAL_MODES[mode])
         return step
 
     def _check_writes(self, plan: StepPlan, mode: str) -> None:
@@ -200,7 +200,7 @@ class Stepper:
             "leave out step_in_backward"
         )
         _refuse_capture(states, states.all_params())
-        external = masters.MODES[optimizer.on_external_write]
+        external = masters.EXTERNAL_MODES[optimizer.on_external_write]
         self._check_writes(plan, optimizer.on_external_write)
         return self._in_backward.begin(owner, plan, self.current_hyper(), states.counts[1], external)
 
@@ -267,7 +267,7 @@ def _refuse_capture(states: OptimizerStates, all_params: list[Tensor]) -> None:
             states.groups,
             states.counts.device,
             on_external_write=states.optimizer.on_external_write,
-            stateless=not states.any_made(),
+            stateless=not states.has_any_state(),
             offloaded=any(states.on_host(all_params)),
             measures=states.measuring.next is not None,
             grad_scale=vars(states.optimizer).get("grad_scale"),

@@ -93,7 +93,7 @@ class KeptChanges:
         if len(stepped) == len(all_params):
             return stepped
         known = {m.param for m in stepped}
-        return stepped + states.members(all_params, [p not in known and states.is_made(p) for p in all_params])
+        return stepped + states.members(all_params, [p not in known and states.has_state(p) for p in all_params])
 
     def _mark_before_first_step(self) -> None:
         """Marks blocks, of parameters without state, that were written since the last version. The first step, or a
@@ -114,11 +114,11 @@ class KeptChanges:
         """Returns the parameters that are stepped and are not in `_settled`."""
         states = self._optimizer._states
         left = [p for p in states.all_params() if id(p) not in self._settled]
-        return [p for p in left if p.requires_grad or states.is_made(p)]
+        return [p for p in left if p.requires_grad or states.has_state(p)]
 
     def _settle(self) -> None:
         """Notes that all writes so far are known for every parameter that has state now."""
-        self._settled |= {id(p): p for p in self._fresh() if self._optimizer._states.is_made(p)}
+        self._settled |= {id(p): p for p in self._fresh() if self._optimizer._states.has_state(p)}
 
     def _note_writes(self) -> None:
         self._writes.note(self._members(), self._optimizer.on_external_write == "ignore")

@@ -70,9 +70,9 @@ class PublishedRuns:
         if self._shards is None or not self._shards.fits(params):
             self._shards = ShardMap(params)
         all_params = states.all_params()
-        trained = [p.requires_grad or states.is_made(p) for p in all_params]
-        where = self._shards.memory()
-        return self._shards, where, list(map(id, all_params)), trained, states.on_host(all_params), self._changes.made
+        trained = [p.requires_grad or states.has_state(p) for p in all_params]
+        where, on_host = self._shards.memory(), states.on_host(all_params)
+        return self._shards, where, list(map(id, all_params)), trained, on_host, self._changes.generation
 
     def _held(self) -> list[HeldWeights]:
         """Returns this rank's weights in the order of the table. Parameters that were not stepped when this object was
@@ -129,13 +129,13 @@ class PublishedRuns:
     def not_stepped(self) -> set[str]:
         """Returns the names of parameters that no step changes: not in the optimizer, or frozen and without state."""
         states = self._optimizer._states
-        trained = {p for p in states.all_params() if p.requires_grad or states.is_made(p)}
+        trained = {p for p in states.all_params() if p.requires_grad or states.has_state(p)}
         return {name for name, p in self._model.params.items() if p not in trained}
 
     def _unchanged(self, numel: int) -> dict[str, Tensor]:
         """Returns records without a change (zeros) for at least `numel` weights. Only `renew` writes to them, zeros."""
         if not self._nothing or self._nothing["changed"].numel() * _PER_ITEM["changed"] < numel:
-            self._nothing = WeightChanges(False).beside(torch.empty(0, device="cpu"), numel, torch.device("cpu"))
+            self._nothing = WeightChanges(False).record_of(torch.empty(0, device="cpu"), numel, torch.device("cpu"))
         return self._nothing
 
     def _checksum_of(self, h: HeldWeights) -> Tensor:

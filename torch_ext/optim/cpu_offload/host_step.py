@@ -43,7 +43,9 @@ class HostPlan:
         self.members = list(members)
         self._buffers, self._copies = buffers, buffers.copies
         stored = [m.stored() for m in members]
-        self.memory = FixedMemory([*(m.place for m in members), *(t for row in stored for t in row if t is not None)])
+        self.memory = FixedMemory(
+            [*(m.memory_owner for m in members), *(t for row in stored for t in row if t is not None)]
+        )
         # A weight that isn't dense is stepped as a contiguous copy on its device.
         weights = [m.weight.detach() for m in members]
         self._layouts = list(map(dense.dense_or_empty, weights))

@@ -132,7 +132,7 @@ class MatrixMember:
 
     def _step_outputs(self) -> list[list[Tensor]]:
         """Returns the arguments changed, moved, distances, emas, ema_lows and healths of muon_update_."""
-        found = self.state.left_behind()
+        found = self.state.step_outputs()
         return [[] if one is None else [dense.flat(one).view(-1)] for one in found]
 
     def _rates(self) -> Tensor:

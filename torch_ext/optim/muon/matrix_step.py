@@ -65,7 +65,7 @@ class MatrixStep:
             for m in members
         ]
         self._checked: dict[int, list[Any]] = {}  # group -> hyper-parameters that were found legal
-        self.memory = FixedMemory([m.place for m in members])
+        self.memory = FixedMemory([m.memory_owner for m in members])
         self._groups = list(dict.fromkeys(m.sharing.group for m in self._members if m.sharing is not None))
         self._plans: dict[Any, _GroupPlan] = {}  # process group -> plan; created by the first step
         self._agreed: dict[Any, Owners] = vars(optimizer).setdefault("_owners_agreed", {})
@@ -110,7 +110,7 @@ class MatrixStep:
         self._products.reserve(self._members)
         self._make_plans()
         by_member = dict(zip(self._members, self._in_order(grads), strict=True))
-        external = masters.MODES[on_external_write]
+        external = masters.EXTERNAL_MODES[on_external_write]
         options = StepScalars(*shared, grad_scale, clip_coef, external, found_inf, self._averaging)
         return MatrixRun(self._plans, self._products, by_member, options, skipped)
 

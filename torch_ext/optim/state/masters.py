@@ -16,7 +16,7 @@ from torch_ext.tensors import dense
 
 # on_external_write -> what the step's operator does where checksums differ. For "error" weights are checked before the
 # step, so that the operator itself need not.
-MODES = {
+EXTERNAL_MODES = {
     "ignore": constants.EXTERNAL_IGNORE,
     "resync": constants.EXTERNAL_RESYNC,
     "error": constants.EXTERNAL_IGNORE,

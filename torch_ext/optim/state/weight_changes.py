@@ -48,12 +48,12 @@ class WeightChanges:
         """exact: record distances, too."""
         self._exact = exact
         self._of: dict[Tensor, dict[str, Tensor]] = {}
-        self.made = 0
+        self.generation = 0
         """How often a record was created or dropped."""
         self.watcher: weakref.ref[Watcher] | None = None
         """The publisher that reads the records."""
 
-    def beside(self, param: Tensor, numel: int, device: torch.device) -> dict[str, Tensor]:
+    def record_of(self, param: Tensor, numel: int, device: torch.device) -> dict[str, Tensor]:
         """Returns the record of a parameter of which this rank has `numel` elements, on the device of its state. If
         there was a record of another size (of another part of the parameter, say), the new one says that nothing is
         known of the weights."""
@@ -67,7 +67,7 @@ class WeightChanges:
             if kept is not None:
                 made["moved"].fill_(torch.inf)
         self._of[param] = made
-        self.made += 1
+        self.generation += 1
         return made
 
     def all_written(self) -> None:
@@ -79,7 +79,7 @@ class WeightChanges:
         """Drops the records of all other parameters."""
         for gone in [p for p in self._of if p not in params]:
             del self._of[gone]
-            self.made += 1
+            self.generation += 1
 
 
 def _zeros(numel: int, device: torch.device, exact: bool) -> dict[str, Tensor]:
