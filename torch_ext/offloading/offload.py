@@ -191,8 +191,8 @@ class OffloadPlan:
 
     def moves(self) -> list[Move]:
         """Returns the memory to offload. Memory of two kinds counts as the first of params, grads and states."""
-        stays = self._optimizer.stays() if isinstance(self._optimizer, Adam) else ()
-        known = set(storage.memories_of(("", t) for t in stays))
+        host_tensors = self._optimizer.host_tensors() if isinstance(self._optimizer, Adam) else ()
+        known = set(storage.memories_of(("", t) for t in host_tensors))
         moves: list[Move] = []
         for kind in ("params", "grads", "states"):
             for owner, record in self._records:

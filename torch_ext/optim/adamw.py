@@ -59,7 +59,7 @@ class Adam(MeasuringOptimizer):
         ema_dtype: torch.dtype | str = torch.bfloat16,
         ema_every: int = 1,
     ) -> None:
-        params = param_groups.taken(params)
+        params = param_groups.as_lists(params)
         policy = policy_for(params, policy, states, min_8bit_size)
         decouples = bool(self._decoupled or decoupled_weight_decay)
         hyper_parameters.refuse_optimizer(policy, ("adam", "adamw") if decouples else ("adam",), type(self).__name__)

@@ -74,7 +74,7 @@ def _measured(params: Sequence[Tensor], max_norm: float) -> tuple[Clipping, list
     grads = found.grads()
     present = [grad is not None for grad in grads]
     parts = None if found.plain else found.parts(present)
-    clipping = measure([grad for grad in grads if grad is not None], max_norm, dense.NONE, parts)
+    clipping = measure([grad for grad in grads if grad is not None], max_norm, dense.EMPTY, parts)
     owned = zip(params, found.owners, grads, strict=True)
     return clipping, [
         grad if owner is not None else local_shard.tensor_of(p.grad) for p, owner, grad in owned if grad is not None

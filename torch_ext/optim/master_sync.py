@@ -19,7 +19,7 @@ def resync(states: OptimizerStates, stepper: Stepper, force: bool) -> int:
     """Resyncs all parameters that have a master; returns how many elements changed. Keeps the plan of the last step,
     since a loop may call this in each step."""
     all_params = states.all_params()
-    plan = stepper.standing_plan()
+    plan = stepper.current_plan()
     has_master = [not {"master_param", "master_remainder"}.isdisjoint(states.stored_state(p)) for p in all_params]
     stepped = None if plan is None else plan.selected_members(has_master)
     if plan is None:

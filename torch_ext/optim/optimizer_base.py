@@ -219,7 +219,7 @@ class OptimizerBase(SavedOptimizer):
         if self._states.watcher is not None:
             self._states.watcher.weights_move()
 
-    def stays(self) -> Iterable[Tensor]:
+    def host_tensors(self) -> Iterable[Tensor]:
         """Returns the state tensors that are always on the host, and so are not offloaded."""
         return self._states.host.tensors()
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch_ext.native.untraced import untraced
 from torch_ext.optim.optimizer_states import OptimizerStates
 from torch_ext.optim.state import load, save
-from torch_ext.optim.state.averaging import NONE, Averaging
+from torch_ext.optim.state.averaging import NO_AVERAGING, Averaging
 from torch_ext.optim.stepper import Stepper
 from torch_ext.params import hyper_parameters
 from torch_ext.params.param_groups import of_the_innermost
@@ -21,7 +21,7 @@ class SavedOptimizer(torch.optim.Optimizer):
     """A torch.optim.Optimizer that stores its states in other forms than it saves them in."""
 
     policy: Policy
-    averaging: Averaging = NONE
+    averaging: Averaging = NO_AVERAGING
     _states: OptimizerStates
     _stepper: Stepper
     _open: str  # not empty inside master_weights() or ema_weights(): which of them, for messages

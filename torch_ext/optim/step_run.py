@@ -96,7 +96,7 @@ class StepRun:
             masters.refuse_modified([m for m in plan.host.members if m.kinds.master == "master_remainder"])
         for batch in plan.device.batches:
             try:
-                self._call(batch, dense.NONE, constants.EXTERNAL_CHECK)
+                self._call(batch, dense.EMPTY, constants.EXTERNAL_CHECK)
             except RuntimeError as refusal:
                 if plan.same_forms():
                     masters.refuse_modified([m for m in plan.device.members if m.kinds.master])

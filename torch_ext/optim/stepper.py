@@ -153,7 +153,7 @@ class Stepper:
             self._states.synced.update(self.plan.writes.synced())
             self.plan = None
 
-    def standing_plan(self) -> StepPlan | None:
+    def current_plan(self) -> StepPlan | None:
         """Returns the last step's plan if parameters, states and their memory are still the same, else None."""
         shards, plan = self._states.current_shards(self._states.all_params()), self.plan
         fits = plan is not None and plan.fits(shards, plan.active, self._states.state) and plan.same_forms()
@@ -192,7 +192,7 @@ class Stepper:
         states = self._states
         optimizer = states.optimizer
         _refuse_settings(optimizer)
-        plan = self.standing_plan()
+        plan = self.current_plan()
         if plan is None or not all(plan.active):
             return None
         plan.refuse_matrices(

@@ -14,7 +14,7 @@ from torch_ext.native import dtypes as native_dtypes
 from torch_ext.native import library, structs
 from torch_ext.optim.muon.owners import CMatrix
 from torch_ext.optim.muon.planned_matrices import MuonOptions, planned_matrices
-from torch_ext.optim.state.averaging import NONE, Averaging
+from torch_ext.optim.state.averaging import NO_AVERAGING, Averaging
 from torch_ext.optim.state.state_dtypes import EMA, EMA_PLANES, MASTERS, StateDtypes
 from torch_ext.parallel import message_plan
 from torch_ext.parallel.bucket_plan import CLayout, plan_of
@@ -119,7 +119,7 @@ def plan_memory(
         gather_dtype=0 if policy.grad_gather_dtype is None else native_dtypes.code_of(policy.grad_gather_dtype),
         publishes=publisher,
         distances=exact,
-        **_ema_arguments(Averaging.of(0.0, ema_dtype, 1) if ema_dtype else NONE),
+        **_ema_arguments(Averaging.of(0.0, ema_dtype, 1) if ema_dtype else NO_AVERAGING),
         **_matrix_arguments([] if matrices is None else matrices.rows, None if muon is None else muon.threads),
     )
     room = _workspace_of(args)

@@ -125,7 +125,7 @@ def fill(group: Group, defaults: dict[str, Any], decoupled: bool | None) -> None
         group["decoupled_weight_decay"] = decoupled
 
 
-def taken(params: Params) -> Params:
+def as_lists(params: Params) -> Params:
     """Returns the parameters or groups as a list, and replaces an iterator in a group by a list. An iterator yields its
     parameters only once, and this package reads them before torch.optim.Optimizer does."""
     if isinstance(params, Tensor):
@@ -178,7 +178,7 @@ def _refuse_members(everything: list[Any]) -> None:
 
 
 def dtype_of_most(params: Params) -> torch.dtype:
-    """Returns the dtype that most trainable elements have; if all are frozen, most elements. params: from `taken`."""
+    """Returns the dtype that most trainable elements have; if all are frozen, most elements. params: from `as_lists`."""
     elements: Counter[torch.dtype] = Counter()
     legal = [p for p in _tensors_in(params) if p.dtype in dense.TRAINED and not torch.nn.parameter.is_lazy(p)]
     for p in [p for p in legal if p.requires_grad] or legal:

@@ -17,7 +17,7 @@ from torch import Tensor
 TRAINED = (torch.float32, torch.bfloat16, torch.float16)
 
 # Stands for "no tensor" in an operator's arguments: for a single argument, or for one element of a list.
-NONE = torch.empty(0, dtype=torch.float32, device="cpu")
+EMPTY = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 _CACHE_LINE = 64  # bytes

@@ -88,7 +88,7 @@ class KeptChanges:
     def _members(self) -> list[ParamState]:
         """Returns the members of a step for all parameters with state. That includes those that the last step skipped
         (frozen or without a gradient): other code may write to their weights."""
-        states, plan = self._optimizer._states, self._optimizer._stepper.standing_plan()
+        states, plan = self._optimizer._states, self._optimizer._stepper.current_plan()
         all_params, stepped = states.all_params(), [] if plan is None else plan.members
         if len(stepped) == len(all_params):
             return stepped

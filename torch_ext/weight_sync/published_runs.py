@@ -84,7 +84,7 @@ class PublishedRuns:
 
     def _cache_is_valid(self) -> bool:
         known = self._cached
-        return known is not None and self._cache_key() == known.seen and known.memory.holds()
+        return known is not None and self._cache_key() == known.seen and known.memory.unchanged()
 
     def now(self) -> list[Run]:
         """Returns the current runs, recreated if something has moved."""

@@ -119,7 +119,7 @@ class HostPlan:
     def _on_host(self, scalars: Sequence[Tensor]) -> list[Tensor]:
         """Starts to copy the step's scalars to the host; returns the copies."""
         here = self._buffers.take("scalars", 4 * len(scalars)).view(torch.float32)
-        on_host = [here[i : i + 1] if scalar.numel() else dense.NONE for i, scalar in enumerate(scalars)]
+        on_host = [here[i : i + 1] if scalar.numel() else dense.EMPTY for i, scalar in enumerate(scalars)]
         there = [(to, scalar.view(-1)) for to, scalar in zip(on_host, scalars, strict=True) if scalar.numel()]
         self._copies.to_host([to for to, _ in there], [scalar for _, scalar in there])
         return on_host

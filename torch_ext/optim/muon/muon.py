@@ -104,7 +104,7 @@ class Muon(Adam):
         self._chooser = Chooser(adamw_params, split, params if isinstance(params, nn.Module) else None)
         if isinstance(params, nn.Module):
             params = params.named_parameters()
-        params = param_groups.taken(params)
+        params = param_groups.as_lists(params)
         policy = policy_for(params, policy, states, min_8bit_size)
         hyper_parameters.refuse_optimizer(policy, ("muon",), type(self).__name__)
         lr = start(lr, policy, "lr")

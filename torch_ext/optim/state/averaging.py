@@ -27,7 +27,7 @@ class Averaging(NamedTuple):
                         f"{name}={value!r} without ema_decay keeps no average: pass ema_decay=0.9999, say, or leave "
                         f"{name} out"
                     )
-            return NONE
+            return NO_AVERAGING
         if dtype not in DTYPES:
             raise ValueError(
                 f"ema_dtype is {dtype!r}; torch.bfloat16, '24bit' (bfloat16 and 8 more bits) and torch.float32 are "
@@ -44,4 +44,4 @@ class Averaging(NamedTuple):
         return float(state.get("step", 0)) >= self.every
 
 
-NONE = Averaging()
+NO_AVERAGING = Averaging()

@@ -167,6 +167,6 @@ def _write_back(m: "ParamState", master: Tensor) -> None:
     else:
         if own.data_ptr() != wide.data_ptr():
             own.copy_(wide.view(-1))
-        ops.call("cast_", [wide], [weight], [], [], dense.NONE)
+        ops.call("cast_", [wide], [weight], [], [], dense.EMPTY)
     codec.renew_checksum(weight, m.state, m.kinds)
     m.weight.detach().copy_(dense.view_like(m.master, weight.view(-1), 0))

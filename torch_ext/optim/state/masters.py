@@ -79,7 +79,7 @@ def _run(
     chosen = [m.kinds.master in among for m in members]
     for device in dict.fromkeys(m.master.device for m in itertools.compress(members, chosen)):
         here = [one and m.master.device == device for m, one in zip(members, chosen, strict=True)]
-        rows = [_row(m) if one else (dense.NONE,) * 3 for m, one in zip(members, here, strict=True)]
+        rows = [_row(m) if one else (dense.EMPTY,) * 3 for m, one in zip(members, here, strict=True)]
         if any(weight.numel() for weight, _, _ in rows):
             weights, masters, checksums = (list(column) for column in zip(*rows, strict=True))
             found = counts if counts.device == device else torch.zeros_like(counts, device=device)

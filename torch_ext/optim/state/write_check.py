@@ -27,7 +27,7 @@ class FixedMemory:
         self._tensors = tensors
         self._addresses = list(map(Tensor.data_ptr, tensors))
 
-    def holds(self) -> bool:
+    def unchanged(self) -> bool:
         """Whether all addresses are unchanged."""
         with dense.as_plain():
             return list(map(Tensor.data_ptr, self._tensors)) == self._addresses
