@@ -19,9 +19,8 @@ class ItemRecords:
     def __init__(self, planner: Any, compress: bool) -> None:
         self._planner, self._compress = planner, compress
         self._state_dict: Mapping[str, Any] = getattr(planner, "state_dict", None) or {}
-        self._weight_keys = missing_keys.weight_keys_of_masters(
-            self._state_dict
-        )  # key of a master -> key of its weight
+        # key of a master -> key of its weight
+        self._weight_keys = missing_keys.weight_keys_of_masters(self._state_dict)
 
     def of(self, items: Iterable[Any]) -> Iterator[list[Any]]:
         """Yields each item's pieces: buffers to be written one after another."""

@@ -178,7 +178,7 @@ def _refuse_members(everything: list[Any]) -> None:
 
 
 def dtype_of_most(params: Params) -> torch.dtype:
-    """Returns the dtype that most trainable elements have; if all are frozen, most elements. params: from `as_lists`."""
+    """Returns the dtype that most trainable elements have; if all are frozen, most elements. params: of `as_lists`."""
     elements: Counter[torch.dtype] = Counter()
     legal = [p for p in _tensors_in(params) if p.dtype in dense.TRAINED and not torch.nn.parameter.is_lazy(p)]
     for p in [p for p in legal if p.requires_grad] or legal:

@@ -49,9 +49,8 @@ class MasterComparison:
     def are(self, members: Sequence[ParamState]) -> bool:
         """Whether this object can compare these members: it was created for them, their memory has not moved, and it
         holds no host copy of a weight on a device, which would be out of date."""
-        return (
-            members is self._members and all(m.weight.is_cpu for m in self._in_host_memory) and self._memory.unchanged()
-        )
+        on_host = all(m.weight.is_cpu for m in self._in_host_memory)
+        return members is self._members and on_host and self._memory.unchanged()
 
     def mark(self) -> list[ParamState]:
         """Sets `moved` to infinity for blocks in which a weight is not what the last step left. Returns the members
