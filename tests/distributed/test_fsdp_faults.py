@@ -118,7 +118,7 @@ def test_unused_parameters_count_as_zero(who: tuple[int, ...]) -> None:
 def _unused_between(rank: int, world: int, bucket_size: int | None, main: torch.dtype, early: bool) -> None:
     """A parameter that no rank used keeps the gradient that it had, or none, whatever its unit sends."""
     if early:
-        unit_exchange.UNDER_WAY = 1  # sums are waited for, and there, before the ranks know
+        unit_exchange.UNITS_IN_FLIGHT = 1  # sums are waited for, and there, before the ranks know
     checked = policy(FP32, main, bucket_size=bucket_size)
     model = torch_ext.parallelize(Blocks(), checked, strategy=FULLY, find_unused_parameters=True)
     optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)
@@ -413,7 +413,7 @@ def test_parallelize_after_a_forward(before: str) -> None:
 
 def _some_were_added(rank: int, world: int) -> None:
     """Where as many units as may be are on their way, sums are added before backward ends."""
-    unit_exchange.UNDER_WAY = 1
+    unit_exchange.UNITS_IN_FLIGHT = 1
     model = _parallel()
     optimizer = torch_ext.AdamW(model.parameters(), lr=0.0)
     model(_grads(rank, 1)).backward()

@@ -57,7 +57,7 @@ def end_of(values: Tensor, rest: int) -> Tensor:
     return whole[whole.numel() - rest :]
 
 
-def decided(policy: Policy, link_gbps: float | None) -> bool:
+def is_on(policy: Policy, link_gbps: float | None) -> bool:
     """Whether messages are compressed over links of so many Gbit/s; None: the bandwidth is unknown."""
     choices = next(row.choices for row in policy_struct.rows() if row.name == "grad_comm_compression")
     compresses = library.function(

@@ -98,14 +98,14 @@ def all_to_all_single(
 def new_group(
     ranks: Iterable[int],
     timeout: datetime.timedelta,
-    beside: Any,
+    parent_group: Any,
     label: str,
     backend: str = "gloo",
     pg_options: Any = None,
 ) -> Any:
-    """Returns a new group of these global ranks, which are the ranks of the group `beside`. Only these ranks call it.
+    """Returns a new group of these global ranks, which are the ranks of `parent_group`. Only these ranks call it.
     backend, pg_options: as torch's."""
-    with translated(beside, label):
+    with translated(parent_group, label):
         return dist.new_group(
             list(ranks), timeout, backend=backend, pg_options=pg_options, use_local_synchronization=True
         )

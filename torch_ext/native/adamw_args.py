@@ -30,7 +30,7 @@ def argument(t: Tensor | None) -> TensorArgument:
     return TensorArgument(t.data_ptr(), t.numel(), dtype)
 
 
-def elsewhere(t: Tensor) -> TensorArgument:
+def device_argument(t: Tensor) -> TensorArgument:
     """Returns the memory of a dense tensor on any device, in memory order."""
     return TensorArgument(t.data_ptr(), t.numel(), dtypes.code_of(t.dtype) or 0)
 

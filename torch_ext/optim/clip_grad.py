@@ -59,7 +59,7 @@ def clip_grad_norm_(
         coefficient = torch.where(bad, torch.full_like(clipping.clip_coef, math.nan), clipping.clip_coef)
         with torch.no_grad():
             torch._foreach_mul_(grads, coefficient)
-    clipped.tell(params, max_norm)
+    clipped.notify_clipped(params, max_norm)
     return clipping.norm
 
 

@@ -101,11 +101,11 @@ class OptimizerBase(SavedOptimizer):
         if self.step_in_backward:
             self._release = GradientRelease(self._states, self._stepper, weak_method(self._before_master_change))
             torch_clip_functions.route()
-            clipped.watch(self._scaling)
+            clipped.register(self._scaling)
             self._scaling.refuse_clipping = weak_method(self._release.refuse_clipping)
         if self.policy.clip_grad:
             torch_clip_functions.route()
-            clipped.watch(self._scaling)
+            clipped.register(self._scaling)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch's does. Raises, and says what to do, for parameters that are twice in it or share

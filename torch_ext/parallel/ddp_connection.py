@@ -85,7 +85,7 @@ class Connection:
         self.link_gbps = message_plan.link_gbps(
             _depends_on_link(plan, policy), policy, self.communicator, self._number, "register_comm_hook"
         )
-        self.communicator.compresses = self.communicator.can_compress and compression.decided(policy, self.link_gbps)
+        self.communicator.compresses = self.communicator.can_compress and compression.is_on(policy, self.link_gbps)
         self._ids = param_groups.ids_of(self.names)
         self._gather_dtype = policy.grad_gather_dtype
         self._wire_dtypes = [p.grad_comm_dtype for p in plan.parameters]

@@ -199,7 +199,7 @@ class BucketReducer(BucketGradients):
 
     def _backward_failed(self, _end: object = None) -> None:
         """Called when a backward raised. Marks the noted gradients as ready: on ranks that do not note, they are."""
-        self._noted.tell()
+        self._noted.stop_noting()
         if any(end() is not None for end in self._tasks.values()) or not (noted := self._noted.take()):
             return
         try:
@@ -218,7 +218,7 @@ class BucketReducer(BucketGradients):
             self._expected_sync = None
         if self._tasks or self.cycle.phase not in (ACCUMULATING, REDUCING):
             return
-        self._noted.tell()
+        self._noted.stop_noting()
         if self.cycle.end():
             self.exchange.run()
             self._noted.completed(self.cycle.completed_by)

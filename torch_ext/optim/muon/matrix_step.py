@@ -80,10 +80,10 @@ class MatrixStep:
         if found_inf.numel():
             return
         stats, first_bad = grads_stats.of(self._in_order(grads), grads[0].device)
-        first = int(first_bad) if int(stats[grads_stats.NONFINITE]) else grads_stats.NOBODY
+        first = int(first_bad) if int(stats[grads_stats.NONFINITE]) else grads_stats.NO_POSITION
         for group in dict.fromkeys(m.sharing.group for m in self._members if m.sharing and m.sharing.runs is not None):
             first = agreed_smallest(first, group, "whether gradients are finite", self._members[0].device)
-        if first != grads_stats.NOBODY:
+        if first != grads_stats.NO_POSITION:
             raise RuntimeError(
                 f"the gradient of {self._members[first].name} is not finite: one such element makes a whole matrix of "
                 "Muon's so. Nothing was stepped. skip_nonfinite=True leaves such steps out, and counts them"

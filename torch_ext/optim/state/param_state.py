@@ -79,7 +79,7 @@ AllGatherTarget: TypeAlias = Union["tuple[GradientReducer, int]", None]
 
 
 def gather_of(member: ParamState, owner: "GradientReducer | None") -> AllGatherTarget:
-    bucket = member.local.bucket
+    bucket = member.local.gather_bucket
     return None if owner is None or bucket is None else (owner, bucket)
 
 

@@ -25,7 +25,7 @@ def logical(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[st
         found: dict[Any, Any] = {p.index: entry_of(p) for p in params if first_moment(p.stored) is not None}
     indices = {p.index for p in params}
     rest = {key: value for key, value in state_dict["state"].items() if key not in indices}
-    own_groups = keep_32bit.without(state_dict["param_groups"])
+    own_groups = keep_32bit.without_own_keys(state_dict["param_groups"])
     return {**state_dict, "state": found | rest, "param_groups": own_groups}
 
 
