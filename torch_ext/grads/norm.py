@@ -143,10 +143,8 @@ def _summed(runs: Sequence[Tensor], parts: Sequence[NormGroup], device: torch.de
         own = part.stats
         if own is None:
             own, first = grads_stats.of([runs[i] for i in part.positions], device)
-            positions = torch.tensor([*part.positions, grads_stats.NO_POSITION], device="cpu").to(
-                device, non_blocking=True
-            )
-            position = positions[first.clamp(max=len(part.positions))]
+            positions = torch.tensor([*part.positions, grads_stats.NO_POSITION], device="cpu")
+            position = positions.to(device, non_blocking=True)[first.clamp(max=len(part.positions))]
             first_bad = torch.minimum(first_bad, position)
         for group in part.groups:
             group_calls.all_reduce(own, group, "the norm of the gradients over all ranks")

@@ -38,8 +38,8 @@ class NotedGradients:
         sum."""
 
     def note(self) -> None:
-        """Gradients are only noted from now on, until `stop_noting`. Does nothing while no parameter is known to complete
-        a bucket."""
+        """Gradients are only noted from now on, until `stop_noting`. Does nothing while no parameter is known to
+        complete a bucket."""
         if self._completing:
             self._call(self._noted.append)
 

@@ -117,8 +117,8 @@ class GradientReducer(StepListener, abc.ABC):
 
     @abc.abstractmethod
     def gather(self, bucket: int) -> "Work":
-        """Starts the all-gather of a bucket's weights (LocalShard.gather_bucket). Called after this rank has updated its
-        shards."""
+        """Starts the all-gather of a bucket's weights (LocalShard.gather_bucket). Called after this rank has updated
+        its shards."""
 
     def sync_parameters(self) -> bool:
         """Makes the next forward use the parameters' present values. Returns whether it could have used older ones."""
