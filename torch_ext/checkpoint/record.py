@@ -143,7 +143,7 @@ def _values(part: Part, raw: Tensor) -> Tensor:
 def _decoded_scaled(found: Record, parts: Sequence[Tensor]) -> Tensor:
     try:
         scaled = at_rest.Scaled(parts[0], parts[1], found.format, found.skip)
-        return _flat_memory(at_rest.decoded(scaled, prod(found.shape)))
+        return _flat_memory(at_rest.decode_blocks(scaled, prod(found.shape)))
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"its codes and scales are not of each other ({error})") from error
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_ext.comm.lost_ranks import failed, has_broken, is_failure, refuse
+from torch_ext.comm.lost_ranks import has_broken, is_failure, refuse, translated_error
 
 
 class Call:
@@ -35,7 +35,7 @@ def translated(group: Any, label: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         if is_failure(error):
-            raise failed(group, label, error) from error
+            raise translated_error(group, label, error) from error
         raise
 
 
@@ -51,7 +51,7 @@ def translated_over(mesh: Any, label: str) -> Iterator[None]:
         if not is_failure(error):
             raise
         # The error does not say which group failed. The other groups are unharmed, except for broken connections.
-        raise failed(_failing(groups), label, error) from error
+        raise translated_error(_failing(groups), label, error) from error
 
 
 def _failing(groups: Sequence[Any]) -> Any:

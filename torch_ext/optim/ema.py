@@ -76,7 +76,7 @@ def _averages_as_params(states: OptimizerStates) -> Iterator[None]:
 
 def _average_of(m: ParamState, averaging: Averaging) -> Tensor:
     """Returns the average, or the weight itself before the first step that makes an average."""
-    return codec.decode(m.weight, m.state, m.kinds, EMA) if averaging.begun(m.state) else m.weight.detach()
+    return codec.decode(m.weight, m.state, m.kinds, EMA) if averaging.has_begun(m.state) else m.weight.detach()
 
 
 def _write(members: list[ParamState], values: list[Tensor], gathers: Gathers) -> None:

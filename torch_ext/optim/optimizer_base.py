@@ -223,10 +223,10 @@ class OptimizerBase(SavedOptimizer):
         """Returns the state tensors that are always on the host, and so are not offloaded."""
         return self._states.host.tensors()
 
-    def weights_moved(self, params: Iterable[Tensor], away: bool) -> None:
-        """Called when the memory of parameters was offloaded (away), or is allocated again with its content."""
+    def weights_moved(self, params: Iterable[Tensor], offloaded: bool) -> None:
+        """Called when the memory of parameters was offloaded, or else is allocated again with its content."""
         if self._states.watcher is not None:
-            self._states.watcher.weights_moved(params, away)
+            self._states.watcher.weights_moved(params, offloaded)
 
     def memory_released(self, grads: bool) -> None:
         """Called when memory was offloaded: drops what was computed for its content. grads: gradients were, too."""

@@ -185,7 +185,7 @@ class OptimizerStates:
     def _kinds(self, p: Tensor, kept: bool, matrix: bool, name: str) -> StateDtypes:
         optimizer = self.optimizer
         kinds = StateDtypes.of(optimizer.policy, p.dtype, p.numel(), kept, matrix)
-        return kinds.averaged(optimizer.averaging.dtype, p.dtype, name)
+        return kinds.with_average(optimizer.averaging.dtype, p.dtype, name)
 
     def make_all(self) -> None:
         """Creates the missing states of all trainable parameters. Changes no weight and no step count."""
@@ -279,7 +279,7 @@ def refuse_group(
     trained = [(p, name) for p, name in zip(all_params, names, strict=True) if p.requires_grad]
     for p, name in trained:
         dense.refuse_param(local_shard.tensor_of(p), name)
-        StateDtypes.of(policy, p.dtype, p.numel(), False).averaged(averaging.dtype, p.dtype, name)
+        StateDtypes.of(policy, p.dtype, p.numel(), False).with_average(averaging.dtype, p.dtype, name)
     devices = {p.device: name for p, name in trained}
     if len(devices) > 1:
         places = " and ".join(f"{name} on {device}" for device, name in devices.items())

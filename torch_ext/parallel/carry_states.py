@@ -74,7 +74,7 @@ class CarriedStates:
 
     def _kinds(self, entry: _Entry, policy: Policy) -> StateDtypes:
         kinds = StateDtypes.of(policy, entry.param.dtype, entry.param.numel(), entry.kept, entry.matrix)
-        return kinds.averaged(self.optimizer.averaging.dtype, entry.param.dtype, entry.name)
+        return kinds.with_average(self.optimizer.averaging.dtype, entry.param.dtype, entry.name)
 
     def refuse(self, policy: Policy, before: Policy | None, ranks: frozenset[int]) -> None:
         """Raises ValueError if the new policy needs states in other dtypes, or if states are cut over other ranks.
@@ -133,7 +133,7 @@ class CarriedStates:
         kinds, weight_like = self._kinds(entry, self.optimizer.policy), weight.cpu() if host else weight
         (made,) = codec.make([(weight_like, kinds)])
         for key in kinds.logical():
-            whole = save.whole(entry.like, entry.local, entry.logical[key], None, entry.cut, _CALL)
+            whole = save.gather_whole(entry.like, entry.local, entry.logical[key], None, entry.cut, _CALL)
             if not entry.owned:
                 whole = whole.detach().clone(memory_format=torch.preserve_format)
                 _broadcast([whole], group, weight.device)

@@ -175,7 +175,7 @@ def _states_of(layout: CLayout, policy: Policy, keep_32bit: Sequence[str], of_mu
 
 
 def _state_of(policy: Policy, dtype: torch.dtype, numel: int, keep_32bit: bool, matrix: bool, ema: Any) -> _MemoryState:
-    kinds = StateDtypes.of(policy, dtype, numel, keep_32bit, matrix).averaged(ema, dtype, "a parameter")
+    kinds = StateDtypes.of(policy, dtype, numel, keep_32bit, matrix).with_average(ema, dtype, "a parameter")
     stored = (kinds.exp_avg, kinds.exp_avg_sq, None if kinds.master is None else MASTERS[kinds.master])
     return _MemoryState(*(0 if one is None else native_dtypes.code_of(one) for one in stored))
 

@@ -15,8 +15,8 @@ from torch_ext.params.hyper_parameters import (
     ROUNDINGS,
     Group,
     check_rows,
-    is_away,
     is_number,
+    is_on_device,
     items,
     refuse_differing,
     refuse_kinds,
@@ -199,14 +199,14 @@ def _tensors_in(params: Params) -> Iterator[Tensor]:
 def _is_passed(lr: Any, device: torch.device) -> bool:
     """Whether the operator gets the lr as a tensor and reads it itself. A CPU tensor is read here instead if the
     parameters are on a GPU: reading it waits for nothing."""
-    return isinstance(lr, Tensor) and (device.type == "cpu" or is_away(lr))
+    return isinstance(lr, Tensor) and (device.type == "cpu" or is_on_device(lr))
 
 
 def _plain(value: Any) -> Any:
     """Returns what represents a hyper-parameter in the key of `key_of`."""
     if type(value) is float:
         return value
-    if is_away(value):
+    if is_on_device(value):
         return value.data_ptr(), value._version
     return float(value) if is_number(value) else object()  # a new object equals nothing
 

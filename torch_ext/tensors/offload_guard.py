@@ -48,12 +48,12 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer, all_params: Iterable[Tens
     refuse_params(all_params, doing)
 
 
-def is_away(optimizer: torch.optim.Optimizer, all_params: Iterable[Tensor]) -> bool:
+def is_offloaded(optimizer: torch.optim.Optimizer, all_params: Iterable[Tensor]) -> bool:
     """Whether `refuse_optimizer` would raise."""
     return optimizer in optimizers or bool(params and any(p in params for p in all_params))
 
 
-def present(t: Tensor, what: str) -> Tensor:
+def check_present(t: Tensor, what: str) -> Tensor:
     """Returns the tensor; raises RuntimeError if its memory is offloaded. what: begins the message."""
     if is_released(t):
         raise RuntimeError(f"{what} is offloaded; {REMEDY}")

@@ -66,11 +66,11 @@ class KeptChanges:
         self._captured |= graph_capture.is_capturing(self._model.device)
 
     def weights_move(self) -> None:
-        if not offload_guard.is_away(self._optimizer, self._model.params.values()):
+        if not offload_guard.is_offloaded(self._optimizer, self._model.params.values()):
             self._writes.mark(self._members())
 
-    def weights_moved(self, params: Iterable[Tensor], away: bool) -> None:
-        self._writes.moved(params, away)
+    def weights_moved(self, params: Iterable[Tensor], offloaded: bool) -> None:
+        self._writes.moved(params, offloaded)
 
     # -- changes by steps and by other writes
 
@@ -103,7 +103,7 @@ class KeptChanges:
         if not fresh:
             return
         not_stepped = self._runs.not_stepped()
-        for run in self._runs.now():
+        for run in self._runs.current_runs():
             if id(run.held.param) in fresh and run.held.name not in not_stepped:
                 moved = run.kept["moved"]
                 unknown = _differing(run).repeat_interleave(constants.CHECKSUM // constants.BLOCK)[: moved.numel()]
@@ -129,7 +129,7 @@ class KeptChanges:
         contains them. At the exit they count as published."""
         members = self._members()
         self._writes.mark(members)
-        if self._compared is None or not self._compared.are(members):
+        if self._compared is None or not self._compared.fits(members):
             self._compared = silent_writes.MasterComparison(members)
         written = self._compared.mark()
         yield
@@ -150,12 +150,12 @@ class KeptChanges:
     def on_host(self) -> Iterator[Any]:
         """Yields the runs as an array of tx_delta_run in host memory. What the C library writes to the records is
         copied back to the device at the exit, unless an error was raised."""
-        runs = self._runs.now()
+        runs = self._runs.current_runs()
         if (rows := self._runs.rows_on_host()) is not None:
             yield rows
             return
         kept = [t for run in runs for t in run.kept.values()]
-        copies = self._stage.bring([*kept, *(run.held.weights for run in runs)])
+        copies = self._stage.to_host([*kept, *(run.held.weights for run in runs)])
         left = iter(copies)
         named = [{key: next(left) for key in run.kept} for run in runs]
         yield self._runs.rows(runs, [copy | {"weights": next(left)} for copy in named])
@@ -171,7 +171,7 @@ class KeptChanges:
     def patches(self) -> list[WeightPatch]:
         """Returns what changed since the last version: at least one patch per parameter, in the model's order."""
         found: dict[str, list[WeightPatch]] = {}
-        for run in self._runs.now():
+        for run in self._runs.current_runs():
             found.setdefault(run.held.name, []).append(_patch(run))
         return [patch for name, p in self._model.params.items() for patch in found.get(name) or [_nothing(name, p)]]
 

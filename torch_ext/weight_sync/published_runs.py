@@ -12,7 +12,7 @@ from torch_ext.optim.state.weight_changes import KEYS, WeightChanges
 from torch_ext.optim.state.write_check import FixedMemory
 from torch_ext.params.shard_map import ShardMap
 from torch_ext.weight_sync import delta_library
-from torch_ext.weight_sync.held_weights import HeldWeights, held
+from torch_ext.weight_sync.held_weights import HeldWeights, held_runs
 from torch_ext.weight_sync.model_table import ModelTable
 
 _PER_ITEM = {"changed": 8, "moved": constants.BLOCK, "distance": 2}  # weights per element of the tensors in `kept`
@@ -78,7 +78,7 @@ class PublishedRuns:
         """Returns this rank's weights in the order of the table. Parameters that were not stepped when this object was
         created are cut into short runs."""
         found = []
-        for h in held(self._model.params, self._part, self._parts):
+        for h in held_runs(self._model.params, self._part, self._parts):
             found += h.cut(_SHORT) if h.name in self._untrained else [h]
         return sorted(found, key=lambda h: (self._model.order[h.name], h.offset))
 
@@ -86,7 +86,7 @@ class PublishedRuns:
         known = self._cached
         return known is not None and self._cache_key() == known.seen and known.memory.unchanged()
 
-    def now(self) -> list[Run]:
+    def current_runs(self) -> list[Run]:
         """Returns the current runs, recreated if something has moved."""
         if self._cached is None or not self._cache_is_valid():
             runs = self._create_runs()

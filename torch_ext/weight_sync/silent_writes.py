@@ -39,14 +39,14 @@ class MasterComparison:
         beside = ("master_remainder", "master_param")
         found = [m for m in members if m.changes and m.kinds.master in beside and m.weight.numel()]
         self._in_host_memory = [m for m in found if m.changes["moved"].is_cpu]
-        self._away = [m for m in found if not m.changes["moved"].is_cpu]  # on a device
+        self._on_device = [m for m in found if not m.changes["moved"].is_cpu]
         self._given = [_compared(m) for m in self._in_host_memory]  # keeps copies among these tensors alive
         given = [t for one in self._given for t in one if t is not None]
         self._memory = FixedMemory([*(m.memory_owner for m in self._in_host_memory), *given])
         rows = [DeltaWritten(*map(adamw_args.argument, given)) for given in self._given]
         self._rows = (DeltaWritten * len(rows))(*rows)
 
-    def are(self, members: Sequence[ParamState]) -> bool:
+    def fits(self, members: Sequence[ParamState]) -> bool:
         """Whether this object can compare these members: it was created for them, their memory has not moved, and it
         holds no host copy of a weight on a device, which would be out of date."""
         on_host = all(m.weight.is_cpu for m in self._in_host_memory)
@@ -56,10 +56,10 @@ class MasterComparison:
         """Sets `moved` to infinity for blocks in which a weight is not what the last step left. Returns the members
         with such blocks. Members on a device are always returned: to know would mean to wait for the device."""
         if not self._in_host_memory:
-            return list(filter(_mark_on_device, self._away))
+            return list(filter(_mark_on_device, self._on_device))
         delta_library.call("mark", len(self._rows), self._rows, threads())
         marked = torch.frombuffer(self._rows, dtype=torch.int64)[_MARKED].nonzero().view(-1).tolist()
-        return [self._in_host_memory[i] for i in marked] + list(filter(_mark_on_device, self._away))
+        return [self._in_host_memory[i] for i in marked] + list(filter(_mark_on_device, self._on_device))
 
 
 def _compared(m: ParamState) -> list[Tensor | None]:
@@ -140,7 +140,7 @@ class StoredMasters:
         for (m, t), version in zip(now, _versions(now), strict=True):
             before, last = known.get(m.param, (t, version))
             if before is not t or last != version:
-                weight_changes.written(m.changes)
+                weight_changes.mark_written(m.changes)
 
 
 def _stored(members: Sequence[ParamState]) -> list[tuple[ParamState, Tensor]]:
@@ -161,7 +161,7 @@ class WriteRecord:
     def __init__(self) -> None:
         self._masters = StoredMasters()
         self._last_seen: dict[Tensor, _WeightSnapshot] = {}
-        self._away: dict[Tensor, _WeightSnapshot] = {}  # offloaded weights
+        self._offloaded: dict[Tensor, _WeightSnapshot] = {}  # offloaded weights
         # Arguments of `note`, and the resulting (param, memory_owner) of each weight to watch.
         self._watched: tuple[Any, list[tuple[Tensor, Tensor]]] = (None, [])
 
@@ -174,7 +174,7 @@ class WriteRecord:
             if seen is not None and seen.differs(
                 _WeightSnapshot.of(m.param, m.param if seen.memory_owner is seen.param else m.memory_owner)
             ):
-                weight_changes.written(m.changes)
+                weight_changes.mark_written(m.changes)
 
     def note(self, members: Sequence[ParamState], ignoring: bool) -> None:
         """Stores the current version counters and addresses. ignoring: whether on_external_write="ignore". Steps then
@@ -185,11 +185,11 @@ class WriteRecord:
             self._watched = of, [(m.param, m.memory_owner) for m in members if ignoring or m.kinds.master is None]
         self._last_seen = {p: _WeightSnapshot.of(p, memory_owner) for p, memory_owner in self._watched[1]}
 
-    def moved(self, params: Iterable[Tensor], away: bool) -> None:
-        """Notes that weights were offloaded (away), or are back with their content. The new address is no write."""
+    def moved(self, params: Iterable[Tensor], offloaded: bool) -> None:
+        """Notes that weights were offloaded, or else are back with their content. The new address is no write."""
         for p in params:
-            if away and p in self._last_seen:
-                self._away[p] = self._last_seen.pop(p)
-            elif not away and p in self._away:
-                seen = self._away.pop(p)
+            if offloaded and p in self._last_seen:
+                self._offloaded[p] = self._last_seen.pop(p)
+            elif not offloaded and p in self._offloaded:
+                seen = self._offloaded.pop(p)
                 self._last_seen[p] = _WeightSnapshot.of(seen.param, seen.memory_owner)

@@ -70,7 +70,7 @@ def assign_blocks(t: Tensor, found: Scaled) -> bool:
         if part.start < part.stop:
             of_part = slice(part.start // blocks, -(-part.stop // blocks))
             edge = found._replace(codes=found.codes[part], scales=found.scales[of_part])
-            source.write(begin + part.start, decoded(edge, part.stop - part.start))
+            source.write(begin + part.start, decode_blocks(edge, part.stop - part.start))
     return True
 
 
@@ -82,7 +82,7 @@ def _own_blocks(t: Tensor) -> Scaled | None:
     return found if found is not None and found.skip == 0 and found.codes.numel() == t.numel() else None
 
 
-def decoded(found: Scaled, numel: int) -> Tensor:
+def decode_blocks(found: Scaled, numel: int) -> Tensor:
     """Returns the `numel` elements of the range, fp32 and flat. RuntimeError or TypeError where codes and scales do not
     fit each other."""
     values = torch.empty(found.codes.numel(), dtype=torch.float32, device="cpu")

@@ -39,7 +39,7 @@ class Averaging(NamedTuple):
             raise ValueError(f"ema_decay is {decay!r}; a number in [0, 1), 0.9999 say, or None (no average) is legal")
         return cls(dtype, float(decay), every)
 
-    def begun(self, state: Mapping[str, Any]) -> bool:
+    def has_begun(self, state: Mapping[str, Any]) -> bool:
         """Whether a step has started the average of the parameter with this state. Waits for its device."""
         return float(state.get("step", 0)) >= self.every
 

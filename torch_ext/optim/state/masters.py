@@ -55,7 +55,7 @@ def _note_written(members: Sequence[ParamState], changed: Tensor) -> None:
     if any(m.changes for m in members):
         for m, n in zip(members, changed.tolist(), strict=True):
             if n:
-                weight_changes.written(m.changes)
+                weight_changes.mark_written(m.changes)
 
 
 def modified(members: Sequence[ParamState]) -> Tensor:

@@ -58,7 +58,7 @@ class StatefulParam:
     @cached_property
     def kinds(self) -> StateDtypes:
         kinds = StateDtypes.of(self._optimizer.policy, self.param.dtype, self.param.numel(), self.kept, self._matrix)
-        return kinds.averaged(self._optimizer.averaging.dtype, self.param.dtype, self.name)
+        return kinds.with_average(self._optimizer.averaging.dtype, self.param.dtype, self.name)
 
     @cached_property
     def stored(self) -> Mapping[str, Any]:

@@ -37,8 +37,8 @@ class Watcher(Protocol):
     def weights_move(self) -> None:
         """Called before weights may be offloaded, or loaded back."""
 
-    def weights_moved(self, params: Iterable[Tensor], away: bool) -> None:
-        """Called after weights were offloaded (away), or loaded back, with their content."""
+    def weights_moved(self, params: Iterable[Tensor], offloaded: bool) -> None:
+        """Called after weights were offloaded, or else loaded back, with their content."""
 
 
 class WeightChanges:
@@ -73,7 +73,7 @@ class WeightChanges:
     def all_written(self) -> None:
         """Called when states were loaded: marks all records, since how far weights moved is then unknown."""
         for kept in self._of.values():
-            written(kept)
+            mark_written(kept)
 
     def keep_only(self, params: set[Tensor]) -> None:
         """Drops the records of all other parameters."""
@@ -92,7 +92,7 @@ def _zeros(numel: int, device: torch.device, exact: bool) -> dict[str, Tensor]:
     return made
 
 
-def written(kept: Mapping[str, Any]) -> None:
+def mark_written(kept: Mapping[str, Any]) -> None:
     """Marks a record after a write to weights or masters outside of a step: how far they moved is unknown."""
     if "moved" in kept:
         kept["moved"].fill_(torch.inf)
