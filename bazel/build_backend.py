@@ -1,6 +1,6 @@
-"""What pip and `python -m build` call to make torch_ext from its sources (PEP 517 and 660): it calls Bazel.
+"""The build backend that pip and `python -m build` call (PEP 517 and 660). It builds torch_ext with Bazel.
 
-Neither torch nor nvcc is needed; where nvcc is found the CUDA library is built, too, unless TORCH_EXT_CUDA=0.
+Neither torch nor nvcc is needed. If nvcc is found the CUDA library is built as well, unless TORCH_EXT_CUDA=0.
 """
 
 import gzip
@@ -27,7 +27,7 @@ torch_ext is built by Bazel, which is not on the PATH. Install it and a C compil
     elsewhere:       bazelisk (https://github.com/bazelbuild/bazelisk), with USE_BAZEL_VERSION=4.2.4
 or install a wheel, which needs neither."""
 
-# What a source distribution holds: these files and, without what tools leave behind, these folders.
+# The contents of a source distribution: these files, and these folders without what tools leave behind.
 FILES = [
     *(".bazelignore", ".bazelrc", ".clang-format", "BUILD", "CHANGELOG.md", "LICENSE", "README.md", "WORKSPACE"),
     *("pyproject.toml", "requirements.in", "requirements.txt"),
@@ -37,7 +37,7 @@ LEFT_BEHIND = ("__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache")
 
 
 def build_wheel(wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None) -> str:
-    """The wheel that `bazel build //:wheel` makes. Returns its name."""
+    """Builds the wheel by `bazel build //:wheel` and copies it to `wheel_directory`. Returns its name."""
     version, _ = core_metadata.of_tree(ROOT)
     with _Bazel() as bazel:
         bazel.build("//:wheel")
@@ -47,8 +47,10 @@ def build_wheel(wheel_directory: str, config_settings: Any = None, metadata_dire
 
 
 def build_editable(wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None) -> str:
-    """A wheel with nothing but the path to these sources, which find the libraries in their bazel-bin. What changes in
-    C is built again by `bazel build //:torch_ext`."""
+    """Builds the libraries and writes a wheel that only contains the path of these sources. Returns its name.
+
+    The sources find the libraries in their bazel-bin. After a change in C run `bazel build //:torch_ext` again.
+    """
     with _Bazel() as bazel:
         bazel.build("//:torch_ext")
     version, metadata = core_metadata.of_tree(ROOT)
@@ -60,7 +62,7 @@ def build_editable(wheel_directory: str, config_settings: Any = None, metadata_d
 
 
 def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: Any = None) -> str:
-    """The wheel's dist-info, without building anything."""
+    """Writes the wheel's dist-info folder, without building anything. Returns its name."""
     version, metadata = core_metadata.of_tree(ROOT)
     folder = pathlib.Path(metadata_directory) / f"torch_ext-{version}.dist-info"
     (folder / "licenses").mkdir(parents=True)
@@ -73,7 +75,7 @@ prepare_metadata_for_build_editable = prepare_metadata_for_build_wheel
 
 
 def build_sdist(sdist_directory: str, config_settings: Any = None) -> str:
-    """The sources, as they lie here, whether git knows them or not; the same bytes each time."""
+    """Packs the sources of this folder, tracked by git or not; the same bytes each time. Returns the archive's name."""
     version, metadata = core_metadata.of_tree(ROOT)
     name = f"torch_ext-{version}"
     target = os.path.join(sdist_directory, f"{name}.tar.gz")
@@ -107,8 +109,8 @@ def _add(archive: tarfile.TarFile, path: str, data: bytes, mode: int) -> None:
 
 
 class _Bazel:
-    """Bazel in these sources. In those of a source distribution, which nobody builds again, it keeps what it makes in a
-    folder that goes with it, and no server stays behind."""
+    """Bazel in these sources. The sources of a source distribution are built only once: there Bazel's outputs are in a
+    temporary folder, which `__exit__` deletes after shutting down Bazel's server."""
 
     def __enter__(self) -> "_Bazel":
         self._program = shutil.which("bazel") or shutil.which("bazelisk")
@@ -120,17 +122,17 @@ class _Bazel:
     def __exit__(self, *_exception: object) -> None:
         if self._scratch:
             self._run("shutdown")
-            # Bazel makes folders that may not be written to.
+            # Bazel creates read-only folders.
             subprocess.run(["chmod", "-R", "u+w", self._scratch], check=False)
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     def build(self, target: str) -> None:
-        """Leaves by SystemExit where it can't be built: Bazel has said why."""
+        """Builds `target`. Raises SystemExit if that fails; Bazel has printed why."""
         if self._run("build", "--noshow_progress", target).returncode:
             sys.exit(f"torch_ext: `bazel build {target}` failed; the lines above say why.")
 
     def _run(self, command: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
         startup = [f"--output_user_root={self._scratch}"] if self._scratch else []
-        # Bazel's Python tools run with this interpreter; it needs no torch.
+        # Bazel's Python tools run with this interpreter, which does not need torch.
         environment = {"TORCH_EXT_PYTHON": sys.executable} | os.environ
         return subprocess.run([str(self._program), *startup, command, *arguments], cwd=ROOT, env=environment, text=True)

@@ -1,7 +1,7 @@
-"""How our C is compiled, and the tests that share its inline functions."""
+"""Compiler options of the C sources, and of the tests that include their inline functions."""
 
-# Arithmetic is the same on every machine: no contraction into fused multiply-adds and no reassociation. Errno and traps
-# of the math library are given up, which changes no result and lets loops with sqrt be vectorised.
+# Arithmetic has the same bits on every machine: no contraction into fused multiply-adds and no reassociation. The math
+# library's errno and traps are disabled: this changes no result, and loops with sqrt can be vectorised.
 ARITHMETIC = [
     "-ffp-contract=off",
     "-fno-math-errno",
@@ -15,26 +15,26 @@ C_OPTS = ARITHMETIC + [
     "-Wconversion",
     "-Wredundant-decls",
     "-Werror",
-    # aoti_torch_check throws a C++ exception through our frames.
+    # aoti_torch_check throws a C++ exception through our C frames.
     "-fexceptions",
     "-fvisibility=hidden",
 ]
 
-# Jump threading (gcc) pulls one select apart into several masked moves before the loops are vectorised. What a vector
-# loop leaves over is finished element by element: a second, narrower vector loop behind each, for runs that are no whole
-# blocks, was a sixth of the library and no loop's time.
+# Jump threading (gcc) splits one select into several masked moves before the loops are vectorised, so it is off. The
+# remainder of a vector loop is processed element by element: a second, narrower vector loop after each, for runs that
+# are not whole blocks, made up a sixth of the library's size and made no loop faster.
 KERNEL_OPTS = C_OPTS + [
     "-O3",
     "-fno-thread-jumps",
     "--param=vect-epilogues-nomask=0",
 ]
 
-# Tests share inline arithmetic with the library, so they are compiled by the same rules.
+# Tests include the library's inline arithmetic, so they are compiled with the same rules.
 TEST_OPTS = ARITHMETIC + [
     "-std=c++20",
     "-Wall",
     "-Wextra",
-    # C++ would have TX_..._INIT name every field; in C, as the header means it, the rest is zero.
+    # C++ compilers warn that TX_..._INIT does not name every field; in C the other fields are zero, as intended.
     "-Wno-missing-field-initializers",
     "-Werror",
 ]

@@ -1,4 +1,4 @@
-"""The package's metadata as wheels and source distributions have it (core metadata 2.4), from pyproject.toml."""
+"""Makes the package's metadata for wheels and source distributions (core metadata 2.4) from pyproject.toml."""
 
 import pathlib
 import re
@@ -9,7 +9,7 @@ HEADER = "csrc/torch_ext_types.h"
 
 
 def project(pyproject: str) -> dict[str, Any]:
-    """The table [project] of the text of pyproject.toml. Python 3.10 has no parser of its own: tomli, or pip's."""
+    """Returns the table [project] of pyproject.toml's text. Python 3.10 has no TOML parser: uses tomli, or pip's."""
     try:
         import tomllib as toml
     except ImportError:
@@ -22,13 +22,13 @@ def project(pyproject: str) -> dict[str, Any]:
 
 
 def header_version(header: str) -> str:
-    """major.minor.patch, as TX_VERSION_* in the text of csrc/torch_ext_types.h say."""
+    """Returns major.minor.patch from TX_VERSION_* in the text of csrc/torch_ext_types.h."""
     parts = dict(re.findall(r"#define TX_VERSION_(MAJOR|MINOR|PATCH) (\d+)", header))
     return ".".join(parts[part] for part in ("MAJOR", "MINOR", "PATCH"))
 
 
 def text(table: dict[str, Any], version: str, readme: str) -> str:
-    """METADATA of a wheel, PKG-INFO of a source distribution. readme: its text."""
+    """Returns the text of METADATA (wheel) or PKG-INFO (source distribution). readme: the README's text."""
     fields = [f"{name}: {value}\n" for name, value in _fields(table, version)]
     return "".join(fields) + "\n" + readme
 
@@ -58,7 +58,7 @@ def _fields(table: dict[str, Any], version: str) -> Iterator[tuple[str, str]]:
 
 
 def of_tree(root: pathlib.Path) -> tuple[str, str]:
-    """The version and the metadata of the sources in this folder."""
+    """Returns the version and the metadata of the sources in the folder `root`."""
     version = header_version((root / HEADER).read_text())
     table = project((root / "pyproject.toml").read_text())
     return version, text(table, version, (root / table["readme"]).read_text())

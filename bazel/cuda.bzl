@@ -1,12 +1,13 @@
-"""Finds the CUDA toolkit: @cuda_toolkit//:found.bzl says whether it is there, and where it is, @cuda_toolkit//:nvcc and
-@cuda_toolkit//:cudart are its compiler and its runtime as a static library.
+"""Finds the CUDA toolkit. @cuda_toolkit//:found.bzl says whether it was found. Then @cuda_toolkit//:nvcc is its
+compiler and @cuda_toolkit//:cudart its runtime as a static library.
 
-Everything else builds without it; tests/run.sh says so. TORCH_EXT_CUDA=0 in the environment leaves it out where it is
-there, TORCH_EXT_CUDA=1 makes it an error that it is not.
+Without it everything else still builds; tests/run.sh says so. TORCH_EXT_CUDA=0 in the environment ignores an installed
+toolkit, TORCH_EXT_CUDA=1 makes a missing one an error.
 """
 
-# nvcc looks for its parts beside itself, so it is called where it lies. It names temporary files after its process, which
-# in every sandbox is the second one: two at a time, or after one that was killed, would take each other's.
+# nvcc looks for its parts next to itself, so it is called at its own path. It names temporary files by its process id,
+# which is the same in every sandbox: two nvcc at a time, or one after another was killed, would use the same files.
+# Therefore each call gets a temporary folder.
 _NVCC = """#!/bin/sh
 TMPDIR=$(mktemp -d) || exit
 export TMPDIR

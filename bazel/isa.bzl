@@ -1,7 +1,7 @@
-"""The instruction sets that csrc/cpu/*kernels_isa.c are compiled for on each processor, slowest first: name -> the
-compiler's flags.
+"""The instruction sets for which csrc/cpu/*kernels_isa.c are compiled, for each processor, slowest first: name ->
+compiler flags.
 
-The names are the rows of csrc/cpu/isa.def; a row whose name is not here does not link.
+The names are the rows of csrc/cpu/isa.def. If a row's name is missing here, the library does not link.
 """
 
 ISAS = {
@@ -12,7 +12,7 @@ ISAS = {
         "avx512bf16": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mbmi2", "-mavx512bf16", "-mprefer-vector-width=512"],
     },
     "aarch64": {
-        # Every processor has NEON: base is what its loops are compared with.
+        # Every aarch64 processor has NEON; base is there to compare NEON's loops with.
         "base": ["-fno-tree-vectorize"],
         "neon": [],
     },

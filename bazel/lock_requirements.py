@@ -1,11 +1,12 @@
-"""Locks what tests and examples install: requirements.txt for requirements.in, the same in tests/.
+"""Writes the locks of the packages that tests and examples install: requirements.txt from requirements.in, and the same
+in tests/.
 
     pip install uv; python bazel/lock_requirements.py
 
-Each lock has the exact version of every package, also of those that the listed ones need, with the hashes of its files,
-for Linux and Python 3.10 to 3.13. torch and its CUDA packages are left out, since one version of torch is different
-bytes from index to index (built for CPU, built for CUDA): bazel/setup.sh installs it by its pin in requirements.in. The
-readers of machine code are NVIDIA's, but none of torch's.
+A lock has the exact version of every listed package and of its dependencies, with the hashes of its files, for Linux
+and Python 3.10 to 3.13. torch and its CUDA packages are left out, because the files of one version of torch differ from
+index to index (built for CPU, built for CUDA): bazel/setup.sh installs torch by its pin in requirements.in. NVIDIA's
+readers of machine code (cuobjdump, nvdisasm) are locked: torch does not depend on them.
 """
 
 import hashlib
@@ -15,24 +16,24 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-INPUTS = ("requirements.in", "tests/requirements.in")  # what a later one has in common with an earlier one is in that
+INPUTS = ("requirements.in", "tests/requirements.in")  # a pin that several inputs need is in the first one's lock
 OF_TORCH = re.compile(r"(torch|triton|nvidia-(?!cuda-(cuobjdump|nvdisasm)$).*|cuda-.*)$")
 
 
 def header(source: pathlib.Path) -> str:
-    """The first line of the lock of this file."""
+    """Returns the first line of the lock of `source`."""
     digest = hashlib.sha256(source.read_bytes()).hexdigest()
     return f"# Made by bazel/lock_requirements.py of {source.name}, sha256 {digest}\n"
 
 
 def pins(lock: str) -> dict[str, str]:
-    """ "name==version", with its marker where there is one -> its lines, of the text of a lock."""
+    """Returns, from a lock's text, "name==version" (with its marker, if any) -> the lines of that package."""
     blocks = re.findall(r"^[A-Za-z0-9].*?(?=^[A-Za-z0-9]|\Z)", lock, flags=re.MULTILINE | re.DOTALL)
     return {block.split(" \\\n")[0].strip(): block for block in blocks}
 
 
 def compiled(sources: list[pathlib.Path]) -> dict[str, str]:
-    """The pins of everything that these files need."""
+    """Returns the pins of everything that `sources` need."""
     command = ["uv", "pip", "compile", "--universal", "--python-version=3.10", "--generate-hashes", "--no-annotate"]
     command += ["--quiet", "--no-header", *map(str, sources)]
     found = pins(subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout)

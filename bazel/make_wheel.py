@@ -1,4 +1,4 @@
-"""Packs files into a wheel (the binary distribution format of PEP 427), byte for byte the same each time."""
+"""Packs files into a wheel (PEP 427); the same input gives the same bytes."""
 
 import argparse
 import base64
@@ -23,7 +23,7 @@ def record_line(path: str, data: bytes) -> str:
 
 
 def add(archive: zipfile.ZipFile, path: str, data: bytes) -> None:
-    """With the earliest date that zip knows, so that the same input gives the same wheel."""
+    """Adds a file with the earliest date that zip allows, so that the same input gives the same wheel."""
     info = zipfile.ZipInfo(path, date_time=(1980, 1, 1, 0, 0, 0))
     info.external_attr = (stat.S_IFREG | (0o755 if path.endswith(".so") else 0o644)) << 16
     info.compress_type = zipfile.ZIP_DEFLATED
@@ -36,7 +36,7 @@ def read(path: str) -> bytes:
 
 
 def write(path: str, contents: dict[str, bytes], version: str, metadata: str, licence: bytes) -> None:
-    """The wheel at `path`, torch_ext-VERSION-TAG.whl, with these files beside what every wheel has."""
+    """Writes the wheel `path`, torch_ext-VERSION-TAG.whl, with `contents` and the files that every wheel has."""
     name, tag = os.path.basename(path).removesuffix(".whl").split("-", 2)[::2]
     info = f"{name}-{version}.dist-info"
     files = contents | {

@@ -1,7 +1,7 @@
-"""Finds NVIDIA's nccl.h, which our declarations of NCCL are compared with: @nccl//:headers. Without it everything builds,
-and that test is skipped, saying so.
+"""Finds NVIDIA's nccl.h, with which a test compares our declarations of NCCL: @nccl//:headers. Without it everything
+builds, and that test is skipped and says so.
 
-Looked at in this order: $NCCL_HOME/include, the Python environment that has torch (nvidia-nccl-cu13, nvidia-nccl-cu12),
+Searched in this order: $NCCL_HOME/include, the Python environment that has torch (nvidia-nccl-cu13, nvidia-nccl-cu12),
 the system's folders.
 """
 
@@ -13,7 +13,7 @@ spec = importlib.util.find_spec("nvidia")
 print([folder for folder in spec.submodule_search_locations][0] if spec else "")
 """
 
-# As much of CUDA's headers as nccl.h asks for: the name of a stream.
+# The parts of CUDA's headers that nccl.h needs: the type of a stream.
 _CUDA = {
     "cuda_runtime.h": """
 #pragma once

@@ -1,12 +1,12 @@
-"""CUDA sources: compiled by nvcc for devices, and by the host's compiler as what a test runs without one."""
+"""Rules for CUDA sources: compiled by nvcc for devices, or by the host's compiler for tests without a GPU."""
 
 load("//bazel:copts.bzl", "TEST_OPTS")
 
-# Compute capabilities that code is made for, ascending; PTX of the last serves whatever comes after it.
+# Compute capabilities with machine code, ascending. The PTX of the last one is for later GPUs.
 ARCHITECTURES = [80, 90, 100]
 
-# Arithmetic as bazel/copts.bzl has it for the host: no contraction, subnormals kept, division and square root rounded
-# to nearest.
+# The same arithmetic as bazel/copts.bzl sets for the host: no contraction, subnormals kept, division and square root
+# rounded to nearest.
 _ARITHMETIC = ["--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true"]
 
 def _generate(architectures):
@@ -27,7 +27,7 @@ def _nvcc_objects_impl(ctx):
             arguments = _ARITHMETIC + _generate(ctx.attr.architectures) + ["-D" + each for each in ctx.attr.defines] + [
                 "-std=c++17",
                 "-O3",
-                # A quarter off the wheel; drivers that run this toolkit's code know it.
+                # Makes the wheel a quarter smaller. Drivers that run this toolkit's code can read it.
                 "--compress-mode=size",
                 "-I.",
                 "-Icsrc",
@@ -49,7 +49,7 @@ def _nvcc_objects_impl(ctx):
 
 nvcc_objects = rule(
     implementation = _nvcc_objects_impl,
-    doc = "One object, for all `architectures`, of each .cu file, in `folder` of the package's where there is one.",
+    doc = "Compiles each .cu file to one object for all `architectures`, in the subfolder `folder` if it is given.",
     attrs = {
         "srcs": attr.label_list(allow_files = [".cu"]),
         "hdrs": attr.label_list(allow_files = True),
@@ -67,13 +67,13 @@ nvcc_objects = rule(
 )
 
 def emulated_cuda(name, srcs, hdrs, deps, runtime):
-    """The same sources as C++ for the host, with `runtime` in the place of CUDA's.
+    """Compiles .cu files as C++ for the host, with `runtime` in place of CUDA's runtime.
 
     Args:
-      name: of the cc_library.
+      name: name of the cc_library.
       srcs: .cu files.
-      hdrs: what they include beside deps.
-      deps: as of the real ones.
+      hdrs: headers that they include in addition to those of deps.
+      deps: the same as for the device's objects.
       runtime: a cc_library with a cuda_runtime.h.
     """
     for source in srcs:

@@ -1,20 +1,21 @@
-"""py_tests of the test_*.py of a folder, run by tests/pytest_main.py."""
+"""Makes py_tests from the test_*.py of a folder, run by tests/pytest_main.py."""
 
 load("//bazel:rooms.bzl", "sources")
 
 def pytest_files(data = [], data_of = {}, threads = 2, groups = 0, alone = [], exclusive = []):
-    """Tests see the repository's layout: the package, the library and the files below at their places.
+    """Makes one py_test for each test_*.py, with its name.
 
-    A py_test for each file, by its name, and with `groups` some that each run several files in one process, for
-    importing torch takes longer than many a file. `//...` means the groups and the files that are in none.
+    With `groups` it also makes targets that run several files in one process, because importing torch takes longer than
+    many files do. `//...` then means the groups and the files that are in no group. Tests see the repository's layout:
+    the package, the library and the data files at their usual paths.
 
     Args:
-      data: what every test reads besides.
-      data_of: test name -> what it alone reads.
-      threads: of torch's pool in one process.
-      groups: how many there are; files are dealt out to them in turn.
-      alone: names of the tests that are in no group.
-      exclusive: names of the tests that are in none and run when no other does, for what they see depends on time.
+      data: files that every test reads.
+      data_of: test name -> files that only this test reads.
+      threads: size of torch's thread pool in one process.
+      groups: number of groups; files are assigned to them in turn.
+      alone: names of tests that are in no group.
+      exclusive: names of tests that are in no group and run while no other test runs, because they depend on timing.
     """
     names = [file[:-len(".py")] for file in native.glob(["test_*.py"])]
     for name in alone + exclusive:
@@ -45,12 +46,12 @@ def _pytest(name, members, data, threads, tags):
     )
 
 def sanitized_pytest(name, members, data = []):
-    """Tests of the folder in one process, by tests/sanitized_main.py. Not part of `//...`: they need --config=asan.
+    """Runs tests of the folder in one process by tests/sanitized_main.py. Not part of `//...`: needs --config=asan.
 
     Args:
-      name: of the py_test.
+      name: name of the py_test.
       members: names of the tests.
-      data: what they read besides.
+      data: files that they read.
     """
     files = [member + ".py" for member in members]
     native.py_test(

@@ -1,11 +1,11 @@
-"""Finds the Python interpreter that has torch: it runs the tests, and its torch headers are what the C declarations are
-checked against. The library itself needs neither.
+"""Finds the Python interpreter that has torch. It runs the tests, and the C declarations are checked against its torch
+headers. The library itself needs neither.
 
-Looked at in this order: $TORCH_EXT_PYTHON, the repository's .venv (made by tests/run.sh and examples/run.sh), python3 on
-the PATH. The first two are believed; the last may have no torch: everything still builds, except what needs its headers.
+Searched in this order: $TORCH_EXT_PYTHON, the repository's .venv (created by tests/run.sh and examples/run.sh), python3
+on the PATH. If the interpreter has no torch, everything still builds except the targets that need torch's headers.
 """
 
-# Prints the interpreter's real path and the folder that torch is installed in (empty: no torch) without importing it.
+# Prints the interpreter's path and the folder of the installed torch (empty: no torch), without importing torch.
 _PROBE = """
 import importlib.util, os, sys
 spec = importlib.util.find_spec("torch")
@@ -37,8 +37,7 @@ toolchain(
 )
 """
 
-# torch's own headers, for C++ that compares our declarations with them. Only those that it takes to include the shims
-# and DLPack.
+# torch's headers, for C++ tests that compare our declarations with them: only those that the shims and DLPack need.
 _HEADERS = """
 cc_library(
     name = "torch_headers",
@@ -67,7 +66,7 @@ cc_library(
 """
 
 def python_candidate(ctx):
-    """The interpreter's path, for a repository rule."""
+    """Returns the interpreter's path, for a repository rule."""
     named = ctx.os.environ.get("TORCH_EXT_PYTHON")
     if named:
         if not ctx.path(named).exists:

@@ -1,4 +1,4 @@
-"""Everything the build needs from outside, found on this machine; nothing is downloaded.
+"""The build's external dependencies, all found on this machine; nothing is downloaded.
 
 A workspace that depends on @torch_ext calls torch_ext_repositories() as well (examples/c does).
 """
@@ -24,9 +24,9 @@ cc_library(
 """
 
 def _native_rules(name, folder, rules, providers = []):
-    """@name//folder:defs.bzl with Bazel's native rules and providers of these names."""
+    """Makes @name//folder:defs.bzl, which exports Bazel's native rules and providers of these names."""
 
-    # A file can't export a built-in name under its own name: a second one hands it on.
+    # A .bzl file can't export a built-in under its own name, so native.bzl exports it as Native... first.
     lines = ['load("//%s:native.bzl", _%s = "Native%s")' % (folder, each, each) for each in providers]
     lines += ["%s = _%s" % (each, each) for each in providers]
     lines += ["%s = native.%s" % (each, each) for each in rules]
@@ -41,8 +41,8 @@ def _native_rules(name, folder, rules, providers = []):
     )
 
 def torch_ext_repositories():
-    # Bazel's own tools load these rules, and a coverage target, even where nobody uses them. What is packaged or
-    # published of them is too new or too old for one Bazel or another: a few lines stand in, the native rules do the work.
+    # Bazel's own tools load these rule repositories, and a coverage target, even if nothing uses them. The packaged and
+    # published versions are too new or too old for some Bazel. So these repositories forward to the native rules.
     _native_rules("rules_cc", "cc", [
         "cc_binary",
         "cc_import",

@@ -1,16 +1,16 @@
-"""The shape that every folder of C sources has: drop a file in and it is built."""
+"""Macros for folders of C sources ("rooms") and their tests: a new file in the folder needs no rule of its own."""
 
 load("//bazel:copts.bzl", "C_OPTS", "TEST_OPTS")
 
 def room(name, deps = [], exclude = [], copts = C_OPTS, **kwargs):
-    """All C files of the folder as one library; `sources` are the same files for the tests that read them.
+    """Makes one library of all C files of the folder, and `sources`, the same files for tests that read them.
 
     Args:
-      name: the library.
-      deps: the rooms below; arrows go down only.
+      name: name of the library.
+      deps: the rooms below; dependencies go down only.
       exclude: files that the folder's BUILD compiles in another way.
       copts: compiler options.
-      **kwargs: for cc_library.
+      **kwargs: further arguments of cc_library.
     """
     native.cc_library(
         name = name,
@@ -18,7 +18,7 @@ def room(name, deps = [], exclude = [], copts = C_OPTS, **kwargs):
         hdrs = native.glob(["*.h"]),
         textual_hdrs = native.glob(["*.def", "*.inc"]),
         copts = copts,
-        # Nothing inside the library calls the public functions, and a shared library must keep them.
+        # Nothing inside the library calls the public functions, but the shared library must keep them.
         alwayslink = True,
         linkstatic = True,
         deps = deps,
@@ -27,15 +27,15 @@ def room(name, deps = [], exclude = [], copts = C_OPTS, **kwargs):
     sources()
 
 def sources():
-    """Every file of the folder, for the tests that look at the sources themselves."""
+    """Makes the filegroup `sources`, every file of the folder, for tests that read the sources themselves."""
     native.filegroup(
         name = "sources",
         # Without what tools leave behind.
         srcs = native.glob(["**"], exclude = ["**/__pycache__/**", "**/.*/**"]),
     )
 
-# Most tests spend more on being compiled than on running; sweeps, *_sweep_test.cc, are the other way round
-# (.bazelrc knows them by that name, too).
+# Most tests take longer to compile than to run, so they are compiled with little optimisation. Sweeps, *_sweep_test.cc,
+# take longer to run (.bazelrc selects them by this name, too).
 _MOST_OPTS = ["-O1"]
 _SWEEP_OPTS = select({
     "//bazel:sanitized": ["-O1"],
@@ -43,13 +43,13 @@ _SWEEP_OPTS = select({
 })
 
 def core_tests(deps, by_prefix, data_by_prefix = {}, copts = []):
-    """One GoogleTest target for each *_test.cc of the folder, linked with the rooms so that internals can be tested.
+    """Makes one GoogleTest target for each *_test.cc of the folder, linked with the rooms to test internals.
 
     Args:
-      deps: of every test.
-      by_prefix: how a test's name begins -> what it needs besides.
-      data_by_prefix: how a test's name begins -> the files that it opens.
-      copts: of every test, besides.
+      deps: dependencies of every test.
+      by_prefix: prefix of test names -> their further dependencies.
+      data_by_prefix: prefix of test names -> the files that they open.
+      copts: further compiler options of every test.
     """
     for file in native.glob(["*_test.cc"]):
         name = file[:-len(".cc")]
@@ -61,20 +61,20 @@ def core_tests(deps, by_prefix, data_by_prefix = {}, copts = []):
             data = data,
             copts = TEST_OPTS + copts + (_SWEEP_OPTS if name.endswith("_sweep_test") else _MOST_OPTS),
             linkstatic = True,
-            # alone, for it takes most of the memory
+            # runs alone, because it takes most of the memory
             tags = ["exclusive"] if "huge" in name else [],
             timeout = "long",
             deps = deps + more + ["@googletest//:gtest_main"],
         )
 
 def mutated_source(name, source, old, new):
-    """A C file with a bug: its text `old`, a basic regular expression for sed, is `new`. An error where it is not there.
+    """Makes a copy of a C file with a planted bug. The build fails if `old` is not in the file.
 
     Args:
-      name: of the genrule; the file is NAME.c.
+      name: name of the genrule; the file is NAME.c.
       source: label of the C file.
-      old: what is replaced.
-      new: by what.
+      old: the text to replace, a basic regular expression for sed.
+      new: the replacement.
     """
     native.genrule(
         name = name,
@@ -85,17 +85,17 @@ def mutated_source(name, source, old, new):
     )
 
 def mutant_test(name, test, source, old, new, finds, deps, tags = []):
-    """Passes where a test of the folder fails with a bug in the library, and says what the bug is.
+    """Makes a test that passes if another test of the folder finds a bug that is planted in the library.
 
     Args:
-      name: of the test.
-      test: the test, without ".cc".
+      name: name of the new test.
+      test: the other test, which must fail, without ".cc".
       source: see mutated_source.
       old: see mutated_source.
       new: see mutated_source.
-      finds: what the test prints then, a basic regular expression.
-      deps: of the test.
-      tags: of this test.
+      finds: a basic regular expression for the other test's output when it fails.
+      deps: dependencies of the other test.
+      tags: tags of the new test.
     """
     mutated_source(name + "_mutant", source, old, new)
     native.cc_library(
@@ -113,7 +113,7 @@ def mutant_test(name, test, source, old, new, finds, deps, tags = []):
         testonly = True,
         srcs = [test + ".cc"] + native.glob(["*.h", "*.inc"]),
         copts = TEST_OPTS,
-        # The mutant comes before the rooms.
+        # The mutant's functions are linked before, and instead of, those of the rooms.
         linkopts = ["-Wl,--allow-multiple-definition"],
         linkstatic = True,
         tags = ["manual"],
@@ -125,7 +125,7 @@ def mutant_test(name, test, source, old, new, finds, deps, tags = []):
         args = ["$(rootpath %s_program)" % name, "'%s'" % finds],
         data = [name + "_program"],
         tags = tags,
-        # The library's functions come first there.
+        # With sanitizers the library's own functions would be linked first.
         target_compatible_with = select({
             "//bazel:sanitized": ["//bazel:nowhere"],
             "//conditions:default": [],

@@ -1,11 +1,13 @@
-# Makes the machine ready to build, test and run: sourced by tests/run.sh and examples/run.sh from the repository's root.
+# Installs what is needed to build, test and run. tests/run.sh and examples/run.sh source it in the repository's root.
 #
-# Says in one line what it is about to install, says nothing about what is there, and ends the script with one line where
-# it can't. Afterwards $TORCH_EXT_PYTHON is the interpreter that has torch (the build looks there, too), and `quiet_bazel`
-# is Bazel without its chatter. $more_requirements, an array, names lists of packages that are installed beside
-# requirements.txt, and $more_programs, another, programs of the system's packages of these names. $wished_packages, a
-# third, has entries "program=package", or "/pattern/of/a/file=package", that the work goes on without. Whoever sets TORCH_EXT_PYTHON
-# beforehand has that interpreter used as it is, and nothing installed into it.
+# Before it installs something it prints one line that says what. If it cannot, it ends the script with one line.
+# Afterwards $TORCH_EXT_PYTHON is the interpreter that has torch (the build uses it, too), and `quiet_bazel` is Bazel
+# with less output. If TORCH_EXT_PYTHON was set before, that interpreter is used and nothing is installed into it.
+#
+# Three arrays, set by the caller:
+#   more_requirements  lists of Python packages to install in addition to requirements.txt
+#   more_programs      programs that are needed; the system's packages have the same names
+#   wished_packages    "program=package" or "/pattern/of/a/file=package": installed if possible, not needed
 
 say() { printf 'torch_ext: %s\n' "$*"; }
 die() {
@@ -16,11 +18,11 @@ die() {
 quiet_bazel() {
   local command=$1 progress=--noshow_progress
   shift
-  [ ! -t 2 ] || progress=--show_progress # lines that a terminal wipes away
+  [ ! -t 2 ] || progress=--show_progress # a terminal overwrites these lines
   bazel "$command" "$progress" --show_result=0 --ui_event_filters=-info,-debug "$@"
 }
 
-# Runs a command that downloads; where it fails, says why in one line. $1: what it does, for the message.
+# Runs a command that downloads. If it fails, ends with one line that says why. $1: what it does, for the message.
 run_logged() {
   local what=$1 log why
   shift
@@ -39,7 +41,7 @@ run_logged() {
   die "$what failed: ${why:-see the log} (log: $log)"
 }
 
-# The system's packages. Each is wanted only where what it brings is missing.
+# Installs the system's packages whose programs or files are missing.
 install_packages() {
   local packages=()
   command -v bazel >/dev/null || packages+=(bazel-bootstrap)
@@ -72,7 +74,7 @@ apt_install() {
   as_root env DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=120 install -y --no-install-recommends "$@"
 }
 
-# Whether a program of this name is installed, or a file that this pattern of an absolute path means.
+# Whether the program $1 is installed or, if $1 is an absolute path with wildcards, a file matches it.
 is_there() {
   case $1 in
     /*) compgen -G "$1" >/dev/null ;;
@@ -80,7 +82,7 @@ is_there() {
   esac
 }
 
-# What is nice to have: where it can't be installed, says so and goes on.
+# Installs the optional packages; if that fails, says so and continues.
 install_wished_packages() {
   local wish packages=()
   for wish in ${wished_packages[@]+"${wished_packages[@]}"}; do
@@ -93,8 +95,8 @@ install_wished_packages() {
   fi
 }
 
-# Prints a Python 3.10-3.13 that can make virtual environments: the first for which the package index has a CPU build of
-# the pinned torch (for others the same pin means the build with gigabytes of CUDA packages), else the first.
+# Prints a Python 3.10-3.13 that can create virtual environments: the first for which the package index has a CPU build
+# of the pinned torch, else the first. (Without a CPU build, the same pin installs gigabytes of CUDA packages.)
 find_python() {
   local candidate first=
   for candidate in python3 python3.11 python3.12 python3.13 python3.10 /usr/bin/python3; do
@@ -109,15 +111,15 @@ find_python() {
   echo "$first"
 }
 
-# Whether the index, as $1's pip is configured, has the pinned torch built for CPU only.
+# Whether the package index that $1's pip uses has the pinned torch as a CPU build.
 has_cpu_torch() {
   "$1" -m pip --retries 1 --timeout 15 index versions torch 2>/dev/null | grep -qF "$(sed -n 's/^torch==//p' requirements.in)+cpu"
 }
 
 venv_works() { .venv/bin/python -m pip --version >/dev/null 2>&1; }
 
-# Installs the lists $* into .venv, unless those of them that are there already are as they were. They are locks, with
-# hashes (bazel/lock_requirements.py); torch is by its version alone, whose bytes differ from index to index.
+# Installs the lists $* into .venv, unless all were installed and have not changed. The lists are locks with hashes
+# (bazel/lock_requirements.py). torch is installed by its version alone, because its files differ from index to index.
 make_venv() {
   local list python torch note= free missing=() options=()
   for list in "$@"; do
@@ -141,7 +143,7 @@ make_venv() {
     ! has_cpu_torch .venv/bin/python || note=" (torch: the CPU build, about 200 MB)"
   fi
   say "downloading into .venv what ${missing[*]} lists: $(grep -hvE '^(#|$)' "${missing[@]/%.txt/.in}" | xargs)$note"
-  # All lists together: a package that one list has is another's, too.
+  # All lists together, because the packages of one list may depend on those of another.
   run_logged "pip install" .venv/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --require-hashes "${options[@]}"
   [ -z "$torch" ] || run_logged "pip install $torch" .venv/bin/python -m pip install --disable-pip-version-check --quiet "$torch"
   for list in "$@"; do

@@ -1,4 +1,4 @@
-"""Repositories that are folders of the operating system's packages, and stand-ins for those it lacks."""
+"""Repository rules: one for folders that the operating system's packages install, one for generated files."""
 
 def _system_repository_impl(ctx):
     source = ctx.path(ctx.attr.path)
@@ -13,7 +13,7 @@ def _system_repository_impl(ctx):
     elif source.get_child("BUILD").exists:
         ctx.symlink(source.get_child("BUILD"), "BUILD")
 
-# A folder that an operating system's package installs. `build` replaces its top-level BUILD file.
+# A repository from a folder that an operating system's package installs. `build` replaces its top-level BUILD file.
 system_repository = repository_rule(
     implementation = _system_repository_impl,
     local = True,
@@ -29,7 +29,7 @@ def _text_repository_impl(ctx):
     for path, text in ctx.attr.files.items():
         ctx.file(path, text)
 
-# A repository that consists of the given texts.
+# A repository that consists of the given files: path -> text.
 text_repository = repository_rule(
     implementation = _text_repository_impl,
     attrs = {"files": attr.string_dict(mandatory = True)},

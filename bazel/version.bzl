@@ -1,4 +1,4 @@
-"""@torch_ext_version//:version.bzl: VERSION, major.minor.patch, as csrc/torch_ext_types.h's TX_VERSION_* say."""
+"""Makes @torch_ext_version//:version.bzl: VERSION, major.minor.patch, from TX_VERSION_* in csrc/torch_ext_types.h."""
 
 def _version_of(header):
     number = {}

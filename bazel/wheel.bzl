@@ -4,7 +4,7 @@ load("@torch_ext_version//:version.bzl", "VERSION")
 
 _MACHINES = ["aarch64", "x86_64"]
 
-# glibc 2.34, which Debian 12, Ubuntu 22.04 and RHEL 9 have: what the libraries ask of it at most (a test looks).
+# The libraries need no newer glibc than 2.34, which Debian 12, Ubuntu 22.04 and RHEL 9 have; a test checks that.
 _PLATFORM = "manylinux_2_34"
 
 def wheel(name, package, libraries, headers, license, readme, pyproject, version_header):
@@ -13,8 +13,8 @@ def wheel(name, package, libraries, headers, license, readme, pyproject, version
     Args:
       name: the target.
       package: the Python package's files.
-      libraries: labels: libtorch_ext.so, libtorch_ext_cuda.so where it is built, and libtorch_ext_delta.so.
-      headers: a label: what C and C++ programs include, which goes into torch_ext/include.
+      libraries: labels of libtorch_ext.so, libtorch_ext_cuda.so if it is built, and libtorch_ext_delta.so.
+      headers: label of the headers for C and C++ programs, which are installed in torch_ext/include.
       license: the license file.
       readme: the long description.
       pyproject: pyproject.toml, which has the metadata.
@@ -36,7 +36,7 @@ def wheel(name, package, libraries, headers, license, readme, pyproject, version
             ] + ["$(execpaths %s)" % library for library in libraries] + [
                 "--files",
             ] + ["$(execpath %s)" % file for file in package]),
-            # One of them is right for the machine at hand: `name`.
+            # Only one is for this machine: `name` below.
             tags = ["manual"],
             tools = ["//bazel:make_wheel"],
         )

@@ -1,5 +1,5 @@
-/* What bindings to torch and to other languages need: registration of the operators under torch.ops.torch_ext, and how
- * structs lie in memory. */
+/* Bindings to torch and to other languages: registration of the operators under torch.ops.torch_ext, and the memory
+ * layout of the structs. */
 #ifndef TORCH_EXT_BINDINGS_H
 #define TORCH_EXT_BINDINGS_H
 
@@ -11,28 +11,32 @@ extern "C" {
 
 /* -- torch --------------------------------------------------------------------------------------------------------- */
 
-/* Registers every operator with the torch that is loaded in this process (>= 2.10), once; later calls do nothing and
- * succeed. Found through dlopen(RTLD_NOLOAD), so `import torch` comes first. A missing symbol is named together with
- * torch's version. */
+/* Registers every operator with the torch that is loaded in this process (>= 2.10). Only the first call registers;
+ * later calls do nothing and succeed. torch is found through dlopen(RTLD_NOLOAD), so `import torch` must come first. If
+ * a symbol is missing, the message names it and torch's version. */
 TX_API tx_status tx_torch_register(tx_error *error);
 
-/* torch's threads, for calls past its operators: as many as torch has now. TX_ERROR_BAD_STATE before tx_torch_register.
- */
+/* A tx_parallel that uses torch's threads, as many as torch is set to use now; for calls of C functions instead of
+ * operators. TX_ERROR_BAD_STATE before tx_torch_register. */
 TX_API tx_status tx_torch_parallel(tx_parallel *parallel, tx_error *error);
 
-/* For the Python package, which holds Python's lock in both: operators called past torch's dispatcher. objects: how
- * Python's objects are read, once; exchange is what the capsule torch.Tensor.__dlpack_c_exchange_api__ holds, types are
- * the classes of tensors that may be read so. TX_ERROR_UNAVAILABLE where they cannot be. call: operator i of the table
- * below with a tuple of all its arguments; other threads have Python's lock while it runs. order, order_bytes: as in
- * tx_adamw_args. *taken is 0, and nothing has happened, where torch's dispatcher has to be asked. */
+/* Operator calls that bypass torch's dispatcher; for the Python package. The caller of both functions holds the GIL.
+ *
+ * tx_torch_objects says, once, how Python objects are read. exchange: the content of the capsule
+ * torch.Tensor.__dlpack_c_exchange_api__. types: the tensor classes that may be read this way. TX_ERROR_UNAVAILABLE if
+ * they cannot be.
+ *
+ * tx_torch_call calls operator i of the table below with a tuple of all its arguments; it releases the GIL while the
+ * operator runs. order, order_bytes: as in tx_adamw_args. *taken is 0, and nothing has happened, if the call must go
+ * through torch's dispatcher. */
 TX_API tx_status tx_torch_objects(const void *exchange, void *const *types, int64_t n_types, tx_error *error);
 TX_API tx_status tx_torch_call(int32_t i, void *arguments, void *order, int64_t order_bytes, int32_t *taken,
                                tx_error *error);
 
-/* Where libtorch_ext_cuda.so is, which has the operators for tensors on GPUs: beside this library, or what the
- * environment variable TORCH_EXT_CUDA_LIBRARY names. It is loaded by this call or by the first operator that meets a
- * tensor on a GPU, and never otherwise. path: `size` bytes, gets a NUL-terminated name. TX_ERROR_UNAVAILABLE says where
- * it was looked for and how to get it, or which version was found. */
+/* Loads libtorch_ext_cuda.so, which has the operators for tensors on GPUs, and returns its path. It is the file next to
+ * this library, or the one that the environment variable TORCH_EXT_CUDA_LIBRARY names. It is loaded by this call or by
+ * the first operator that gets a tensor on a GPU, and never otherwise. path: `size` bytes, receives a NUL-terminated
+ * name. TX_ERROR_UNAVAILABLE says where the library was looked for and how to get it, or which version was found. */
 TX_API tx_status tx_torch_cuda_library(char *path, int64_t size, tx_error *error);
 
 /* The operator table: name ("adamw_") and schema ("adamw_(Tensor(a!)[] params, ...) -> ()") of row i; NULL past the
@@ -40,17 +44,18 @@ TX_API tx_status tx_torch_cuda_library(char *path, int64_t size, tx_error *error
 TX_API const char *tx_operator_name(int32_t i);
 TX_API const char *tx_operator_schema(int32_t i);
 
-/* What a list of tensors is, or where, as one number that adamw_flat_ compares with what it gets. signature: of each
- * tensor in turn its tx_dtype, the number of its dimensions (-1 where it has no elements) and its sizes (where it has
- * some). addresses: of each tensor its address (0 where it has no elements). Never 0. words: n of them, host. */
+/* A hash of a list of tensors, by properties or by addresses, which adamw_flat_ compares with the tensors it receives.
+ * Properties: `words` has for each tensor its tx_dtype, the number of its dimensions (-1 if it has no elements) and its
+ * sizes (if it has elements). Addresses: `words` has the address of each tensor (0 if it has no elements). Never
+ * returns 0. words: n of them, host memory. */
 TX_API int64_t tx_signature(int64_t n, const int64_t *words);
 
 /* -- structs, for languages that cannot read the headers ----------------------------------------------------------- */
 
-/* A field, as the library's compiler lays it out.
+/* A field of a struct, as the library's compiler lays it out.
  *
- * type: int32, int64, uint64, double; "char[]" (an array of `bytes`); the name of a struct that is held; "char *",
- * "void *", "int64 *", or a struct's name with " *": a pointer; "function": a pointer to one. */
+ * type: int32, int64, uint64, double; "char[]" (an array of `bytes`); the name of a struct that is embedded; "char *",
+ * "void *", "int64 *", or a struct's name with " *": a pointer; "function": a function pointer. */
 typedef struct tx_struct_field {
   const char *name;
   const char *type;
@@ -62,10 +67,10 @@ typedef struct tx_struct {
   const char *name; /* "tx_adamw_args" */
   int64_t bytes;
   int64_t n_fields;
-  const tx_struct_field *fields; /* all of them, in their order */
+  const tx_struct_field *fields; /* all of them, in order */
 } tx_struct;
 
-/* Struct i of those that the functions of the public headers take; NULL past the end. Static storage. */
+/* Struct i of those that functions of the public headers take; NULL past the end. Static storage. */
 TX_API const tx_struct *tx_struct_at(int32_t i);
 
 #ifdef __cplusplus

@@ -1,21 +1,22 @@
-/* torch_ext on the GPU: libtorch_ext_cuda.so has the operators of torch_ext.h for tensors in device memory. Same
- * arguments, same checks, same messages, same bits (but for the payload of NaNs in fp32, which the hardware does not
- * keep).
+/* torch_ext on the GPU: libtorch_ext_cuda.so has the operators of torch_ext.h for tensors in device memory, with the
+ * same arguments, checks and messages. They give the same bits, except for the payload of fp32 NaNs, which the hardware
+ * does not keep.
  *
- * Work is launched on the caller's stream and the call returns: nothing is synchronised, nothing is allocated, and
- * memory that the arguments point to must stay until the stream has passed. What lies where:
- *   - the memory of every tx_tensor (also of one-element tensors: steps, lrs, grad_scale, clip_coef, found_inf,
- *     skipped, stats ...) is the device's, of call->device;
- *   - structs and arrays (groups, meta, offsets, lists of tensors) are the host's, read before the call returns.
- * Values in device memory are not seen before the call: a step or an lr that torch_ext.h calls illegal is not refused.
+ * A call launches its work on the caller's stream and returns. It does not synchronise and allocates nothing; memory
+ * that the arguments point to must stay valid until the stream has passed. Device and host memory:
+ *   - the memory of every tx_tensor is on the device call->device, also that of one-element tensors (steps, lrs,
+ *     grad_scale, clip_coef, found_inf, skipped, stats ...);
+ *   - structs and arrays (groups, meta, offsets, lists of tensors) are in host memory and read before the call
+ *     returns.
+ * The host does not read values in device memory: a step or an lr that torch_ext.h calls illegal is not rejected.
  *
- * Tables of tensors travel by value as kernel parameters (32 KiB, CUDA 12.1 and newer), so that a call needs no memory
- * of its own and a captured graph owns all it needs. One launch takes about 200 tensors of one dtype combination.
+ * Tables of tensors are passed by value as kernel parameters (32 KiB, CUDA 12.1 and newer). So a call needs no memory
+ * of its own, and a captured graph owns all that it needs. One launch takes about 200 tensors of one dtype combination.
  *
- * Tensors need only the alignment of one byte, except those of int64 that many blocks add to (stats, first_bad,
- * changed, stale, skipped, resynced): multiples of 8, else TX_ERROR_INVALID_ARGUMENT.
+ * Tensors need no alignment beyond one byte, except int64 tensors that many blocks add to (stats, first_bad, changed,
+ * stale, skipped, resynced): they must be aligned to 8 bytes, else TX_ERROR_INVALID_ARGUMENT.
  *
- * A CUDA error left behind by somebody else's earlier work is reported as such and not as this call's. */
+ * If other, earlier work left a CUDA error behind, the call reports it as that and not as its own. */
 #ifndef TORCH_EXT_CUDA_H
 #define TORCH_EXT_CUDA_H
 
@@ -25,53 +26,56 @@
 extern "C" {
 #endif
 
-/* Where a call runs. */
+/* The stream, device and workspace of a call. */
 typedef struct tx_cuda_call {
   uint64_t size;
   void *stream;    /* cudaStream_t; NULL: the default stream */
-  void *workspace; /* device memory for calls that say so, aligned to 8 bytes; free again when the stream has passed */
+  void *workspace; /* device memory for calls that need it, aligned to 8 bytes; may be reused when the stream has passed
+                    */
   int64_t workspace_bytes;
-  int32_t device; /* ordinal; made current for the call; what was current is again, where it has a context */
+  int32_t device; /* ordinal; made current for the call, after which the previous device is current again if it has a
+                     context */
   int32_t reserved;
 } tx_cuda_call;
 #define TX_CUDA_CALL_INIT \
   { sizeof(tx_cuda_call), NULL, NULL, 0, 0, 0 }
 
-/* tx_version() of the sources that this library was built from. */
+/* tx_version() of the sources from which this library was built. */
 TX_API uint32_t tx_cuda_version(void);
 
-/* What this library is and what it finds. Strings are NUL-terminated. */
+/* How this library was built, and which driver and devices it finds. Strings are NUL-terminated. */
 typedef struct tx_cuda_about {
   uint64_t size;
-  int32_t runtime_version; /* built with: 13000 for CUDA 13.0 */
-  int32_t driver_version;  /* newest CUDA that the driver runs; 0: there is no driver */
-  int32_t n_devices;       /* 0 where there is no driver, or no device */
+  int32_t runtime_version; /* CUDA that it was built with: 13000 for CUDA 13.0 */
+  int32_t driver_version;  /* newest CUDA that the driver supports; 0: no driver */
+  int32_t n_devices;       /* 0 without a driver or device */
   int32_t reserved;
   char architectures[64]; /* "sm_80 sm_90 sm_100 and PTX of 10.0" */
-  char why_not[1024];     /* why no device can be used; empty where one can */
+  char why_not[1024];     /* why no device can be used; empty if one can */
 } tx_cuda_about;
 #define TX_CUDA_ABOUT_INIT \
   { .size = sizeof(tx_cuda_about) }
 TX_API tx_status tx_cuda_about_this(tx_cuda_about *about, tx_error *error);
 
-/* Whether kernels of this library run on the device: TX_ERROR_UNAVAILABLE names the device's architecture and those
- * built, the driver's CUDA and the one built with, or the error that some earlier work left behind. Every call below
+/* Checks that kernels of this library run on the device. TX_ERROR_UNAVAILABLE names the device's architecture and the
+ * built ones, the CUDA of the driver and of the build, or the error that earlier work left behind. Every call below
  * makes this check, once per device. */
 TX_API tx_status tx_cuda_check_device(int32_t device, tx_error *error);
 
-/* Exchanges the calling thread's part in other threads' captures of CUDA graphs (cudaThreadExchangeStreamCaptureMode):
- * *mode, one of cudaStreamCaptureMode (2: relaxed), is set, and what was comes back. For threads that look at events,
- * which could end a capture of somebody else's while they are not relaxed. No context is made. */
+/* Sets the calling thread's capture mode for CUDA graphs (cudaThreadExchangeStreamCaptureMode) to *mode, a
+ * cudaStreamCaptureMode (2: relaxed), and writes the previous mode to *mode. For threads that query events: in another
+ * mode than relaxed that could invalidate a capture of another thread. Creates no CUDA context. */
 TX_API tx_status tx_cuda_exchange_capture_mode(int32_t *mode, tx_error *error);
 
-/* Bytes of workspace for n tensors, which are needed where masters have checksums: any by tx_cuda_adamw and
- * tx_cuda_muon_update with TX_EXTERNAL_CHECK, fp32 ones by tx_cuda_master_checksum (unless it renews) and by
+/* Bytes of workspace for n tensors. Needed only for masters with checksums: masters of any dtype in tx_cuda_adamw and
+ * tx_cuda_muon_update with TX_EXTERNAL_CHECK; fp32 masters in tx_cuda_master_checksum (unless it renews) and in
  * tx_cuda_muon_update with TX_EXTERNAL_RESYNC. No other call needs any. */
 TX_API int64_t tx_cuda_workspace(int64_t n);
 
-/* The operators; see torch_ext.h. In a stream that is being captured, host values that change from step to step would
- * stay for ever what they are: TX_ERROR_BAD_STATE names what to pass as a tensor (tx_adamw_args.lrs), and
- * TX_EXTERNAL_CHECK, which waits for the device, is refused too. tx_cuda_adamw writes steps and counters itself. */
+/* The operators; see torch_ext.h. If the stream is being captured, host values that change from step to step would keep
+ * their captured values in every replay: TX_ERROR_BAD_STATE names what to pass as a tensor instead (tx_adamw_args.lrs).
+ * TX_EXTERNAL_CHECK, which waits for the device, is rejected too. tx_cuda_adamw writes steps and counters on the
+ * device. */
 TX_API tx_status tx_cuda_adamw(const tx_adamw_args *args, const tx_cuda_call *call, tx_error *error);
 TX_API tx_status tx_cuda_grad_stats(int64_t n, const tx_tensor *grads, tx_tensor stats, tx_tensor first_bad,
                                     const tx_cuda_call *call, tx_error *error);
@@ -80,7 +84,7 @@ TX_API tx_status tx_cuda_grad_norm(tx_tensor stats, tx_tensor grad_scale, double
 TX_API tx_status tx_cuda_bucket_pack(const tx_bucket_pack_args *args, const tx_cuda_call *call, tx_error *error);
 TX_API tx_status tx_cuda_bucket_accumulate(int64_t n, const tx_tensor *main_grads, const tx_tensor *grads,
                                            const tx_cuda_call *call, tx_error *error);
-/* Chunks of one call: their addresses travel by value. */
+/* The most chunks of one call; their addresses are passed by value. */
 #define TX_CUDA_MAX_CHUNKS 2000
 TX_API tx_status tx_cuda_bucket_reduce(const tx_bucket_reduce_args *args, const tx_cuda_call *call, tx_error *error);
 TX_API tx_status tx_cuda_bucket_unpack(tx_tensor bucket, tx_tensor scales, int64_t n, const int64_t *offsets,
@@ -99,13 +103,15 @@ TX_API tx_status tx_cuda_master_checksum(int64_t n, const tx_tensor *params, con
 TX_API tx_status tx_cuda_muon_momentum(const tx_muon_momentum_args *args, const tx_cuda_call *call, tx_error *error);
 TX_API tx_status tx_cuda_muon_update(const tx_muon_update_args *args, const tx_cuda_call *call, tx_error *error);
 
-/* Copies for tx_adamw_offloaded between the host and the device, over two of its streams (cudaStream_t), one for each
- * way; slots: of all threads, >= 1. Host memory should be pinned, or copies wait. The caller lets `down` wait for what
- * wrote the gradients and weights before the call, and whoever reads weights for `up` after it. A mark is an event,
- * made by the slot's first. */
+/* Creates the copy functions for tx_adamw_offloaded between the host and the device. They use two of the device's
+ * streams (cudaStream_t), one per direction. slots: of all threads together, >= 1. Host memory should be pinned;
+ * otherwise copies block. The caller makes `down` wait for whatever wrote the gradients and weights before the call,
+ * and makes whatever reads the weights wait for `up` after the call. A slot's mark is an event, created when the slot
+ * first needs it. */
 TX_API tx_status tx_cuda_copies_make(int32_t device, void *down, void *up, int64_t slots, tx_copy_ops *copy_ops,
                                      tx_error *error);
-/* Copies may still be under way, and are made. NULL, or copy_ops that are freed already: nothing. */
+/* Frees copy_ops. Copies in flight are still completed. Does nothing for NULL, or for copy_ops that are already
+ * freed. */
 TX_API void tx_cuda_copies_free(tx_copy_ops *copy_ops);
 
 #ifdef __cplusplus

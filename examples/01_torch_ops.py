@@ -1,8 +1,9 @@
-"""A training loop with torch.ops.torch_ext.* and nothing else of this library: the operators are all a loop needs.
+"""A training loop with torch.ops.torch_ext.* alone, for optimizers and engines of your own.
 
-A bf16 network learns a function with AdamW. Each parameter has an fp32 master, bf16 moments and a step counter; the
-gradients are measured and clipped without a pass that scales them. The same steps with torch.optim.AdamW, on the fp32
-network and on the bf16 network, stand beside it.
+If torch_ext.AdamW is enough for you, see 02_drop_in.py instead. Here a bf16 network learns a function with AdamW. Each
+parameter has an fp32 master weight, bf16 moments and a step counter. The norm of the gradients is computed, and the
+step clips them without a separate pass that scales them. For comparison the same steps run with torch.optim.AdamW, on
+the fp32 network and on the bf16 network.
 
     python examples/01_torch_ops.py
 """
@@ -24,7 +25,7 @@ torch.ops.load_library(library_path())  # registers torch.ops.torch_ext
 ops = torch.ops.torch_ext
 
 STEPS, LR, BETAS, EPS, WEIGHT_DECAY, MAX_NORM = 400, 3e-4, (0.9, 0.999), 1e-8, 0.01, 1.0
-NONE = torch.empty(0)  # "this argument is not given": operators take no None
+NONE = torch.empty(0)  # leaves an argument out: operators take no None
 
 
 def network(dtype: torch.dtype) -> nn.Module:
@@ -33,7 +34,7 @@ def network(dtype: torch.dtype) -> nn.Module:
 
 
 def loss_of(model: nn.Module, step: int) -> Tensor:
-    """A fresh batch at every step: points in eight dimensions, and the sum of the sines of their coordinates."""
+    """The loss on a new batch per step: points in eight dimensions, and the sum of the sines of their coordinates."""
     x = torch.randn(128, 8, generator=torch.Generator().manual_seed(step))
     y = x.sin().sum(1)
     dtype = next(model.parameters()).dtype
@@ -41,11 +42,11 @@ def loss_of(model: nn.Module, step: int) -> Tensor:
 
 
 def with_operators(model: nn.Module) -> None:
-    params = [p.detach() for p in model.parameters()]  # share memory with the parameters; autograd looks away
+    params = [p.detach() for p in model.parameters()]  # share the parameters' memory, without autograd
     exp_avgs = [torch.zeros_like(p) for p in params]  # bf16, like the weights
     exp_avg_sqs = [torch.zeros_like(p) for p in params]
     masters = [p.float() for p in params]
-    steps = [torch.zeros(1) for _ in params]  # completed steps; the operator counts
+    steps = [torch.zeros(1) for _ in params]  # completed steps, counted by the operator
     # One row per group of parameters: lr, beta1, beta2, eps, weight_decay, maximize, decoupled (1: AdamW, 0: Adam).
     groups = torch.tensor([[LR, *BETAS, EPS, WEIGHT_DECAY, 0, 1]], dtype=torch.float64)
     norm, clip_coef, found_inf = torch.zeros(1), torch.zeros(1), torch.zeros(1)
@@ -56,13 +57,13 @@ def with_operators(model: nn.Module) -> None:
         loss_of(model, step).backward()
         grads = [p.grad for p in model.parameters()]
 
-        # One pass reads the gradients: an exact sum of squares in integers, and a count of what is not finite.
+        # One pass over the gradients: an exact sum of squares in integers, and the number of elements not finite.
         stats = torch.zeros(21, dtype=torch.int64)
         ops.grad_stats_(grads, stats, NONE)
         ops.grad_norm_(stats, NONE, MAX_NORM, norm, clip_coef, found_inf)
 
-        # One pass updates everything: clips, steps in fp32, rounds the moments with dither and the weight to nearest.
-        # A gradient that is not finite makes it write nothing and count in `skipped`.
+        # One pass does the step: it clips, computes in fp32, rounds the moments with dither and the weight to nearest.
+        # If a gradient is not finite it writes nothing and adds 1 to `skipped`.
         ops.adamw_(
             params, grads, exp_avgs, exp_avg_sqs, masters,
             [], steps, [], groups, NONE,  # no scales of 8-bit states, no tensor lr, no shards
@@ -70,7 +71,7 @@ def with_operators(model: nn.Module) -> None:
         )  # fmt: skip
 
     assert int(skipped) == 0
-    # The rule that never breaks: the weight is its master, rounded to nearest.
+    # This always holds: a weight is its master weight, rounded to nearest.
     assert all(torch.equal(p, m.bfloat16()) for p, m in zip(params, masters, strict=True))
 
 

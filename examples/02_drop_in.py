@@ -1,6 +1,6 @@
-"""An ordinary PyTorch loop with one line changed: the one that makes the optimizer.
+"""An ordinary PyTorch loop with one line changed: the one that creates the optimizer. Begin here.
 
-The model is bf16. AdamW sees that and keeps fp32 masters and bf16 moments for it; the schedule, torch's own
+The model is bf16, so torch_ext.AdamW keeps fp32 master weights and bf16 moments for it. The schedule, torch's own
 clip_grad_norm_ and the checkpoint stay as they are, and the checkpoint loads into torch.optim.AdamW.
 
     python examples/02_drop_in.py
@@ -28,7 +28,7 @@ def network() -> nn.Module:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
-    """The loop, which knows nothing of torch_ext; returns the loss on fresh data."""
+    """Runs the loop, which does not use torch_ext; returns the loss on new data."""
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     for step in tqdm(range(STEPS + 1), type(optimizer).__module__):
         x = torch.randn(128, 16, generator=torch.Generator().manual_seed(step))
@@ -56,7 +56,7 @@ def main() -> None:
     print(f"  torch_ext.AdamW    {after:.3f}")
     assert after < before, "fp32 masters no longer help a bf16 model"
 
-    torch.optim.AdamW(model.parameters(), lr=LR).load_state_dict(optimizer.state_dict())  # both ways
+    torch.optim.AdamW(model.parameters(), lr=LR).load_state_dict(optimizer.state_dict())  # and back
 
 
 if __name__ == "__main__":

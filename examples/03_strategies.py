@@ -1,8 +1,8 @@
-"""Data parallelism by one line, under each strategy, with a checkpoint that moves between them.
+"""Data parallelism with one line, under each strategy, and a checkpoint that moves between strategies.
 
-Two processes train one bf16 model; what differs is what each of them holds. The loop is an ordinary one. A checkpoint
-is put together from all ranks' parts, and is what one process alone would have written: the second half of each run
-goes on from the checkpoint of another strategy, and ends with the same weights.
+Two processes train one bf16 model in an ordinary loop. The strategies differ in what each process holds. A checkpoint
+is gathered from all ranks and is what a single process would have written. The second half of each run resumes from the
+checkpoint of another strategy, and all runs end with the same weights.
 
     python examples/03_strategies.py
 """
@@ -33,11 +33,11 @@ def network() -> nn.Module:
 
 
 def train(strategy: str, steps: range, saved: dict[str, object] | None) -> dict[str, object]:
-    """Trains from `saved` on, or from the start; returns the checkpoint that follows."""
+    """Trains `steps`, resuming from `saved` if it is given; returns a checkpoint."""
     model = network()
-    # Gradients travel and add up in fp32 here, so that no_shard has the bits of the others.
+    # Gradients are sent and accumulated in fp32 here, so that no_shard gives the bits of the other strategies.
     policy = torch_ext.load_policy(model, override_ddp_config={"grad_reduce_in_fp32": True})
-    torch_ext.parallelize(model, policy, strategy=strategy)  # the line
+    torch_ext.parallelize(model, policy, strategy=strategy)  # the one line
     optimizer = torch_ext.AdamW(model.named_parameters(), lr=1e-3, policy=policy)
     if saved is not None:
         model.load_state_dict(saved["model"])  # type: ignore[arg-type]
@@ -69,7 +69,7 @@ def rank_main(rank: int, store: str) -> None:
 
 
 def main() -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # both processes are here
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # both processes are on this machine
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(rank_main, (os.path.join(folder, "store"),), nprocs=WORLD)
 

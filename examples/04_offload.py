@@ -1,9 +1,9 @@
-"""A reinforcement-learning loop whose device memory is free for generation: offload, generate, onload, train on.
+"""A reinforcement-learning loop that frees device memory for generation: offload, generate, onload, train.
 
-In turns a bf16 policy answers prompts and is trained on its rewards. While it answers nobody needs optimizer states and
-gradients; while another model scores the answers nobody needs the policy's weights either. They go to host memory,
-which is allocated the first time and used again every time, and come back with the bits that they had: the losses are
-those of the same loop that keeps everything on the device.
+In turns a bf16 policy answers prompts and is trained on its rewards. While it answers, optimizer states and gradients
+are not needed; while another model scores the answers, the policy's weights are not needed either. They are moved to
+host memory, which is allocated the first time and reused, and come back with the same bits: the losses are those of the
+same loop without offloading.
 
     python examples/04_offload.py
 """
@@ -21,7 +21,7 @@ sys.path.insert(
 import torch_ext
 
 ROUNDS, STEPS, PROMPTS, ANSWERS, WIDTH = 6, 4, 512, 16, 512
-DEVICE = torch.device("cpu")  # whose memory stands in for a GPU's: what goes is released there just the same
+DEVICE = torch.device("cpu")  # stands in for a GPU: offload releases memory there in the same way
 
 
 def prompts(seed: int) -> Tensor:
@@ -29,7 +29,7 @@ def prompts(seed: int) -> Tensor:
 
 
 def used(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
-    """MB of the device that weights, gradients and states lie in."""
+    """MB of device memory that weights, gradients and states take."""
     if DEVICE.type == "cuda":
         return torch.cuda.memory_allocated(DEVICE) / 1e6
     tensors = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)]
@@ -38,7 +38,7 @@ def used(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
 
 
 def loop(offloads: bool) -> tuple[list[float], list[float]]:
-    """The loss of every step, and the mean reward of every round."""
+    """Returns the loss of every step, and the mean reward of every round."""
     torch.manual_seed(0)
     layers = [nn.Linear(ANSWERS, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, ANSWERS)]
     policy = nn.Sequential(*layers).bfloat16().to(DEVICE)
@@ -59,9 +59,9 @@ def loop(offloads: bool) -> tuple[list[float], list[float]]:
         answers = torch.multinomial(probabilities, 1, generator=torch.Generator(DEVICE).manual_seed(turn))[:, 0]
 
         if offloads:
-            torch_ext.offload(policy, optimizer)  # and now the weights, too
+            torch_ext.offload(policy, optimizer)  # the weights as well
         note()
-        reward = (answers == x.argmax(1)).float()  # here a reward model would take the device
+        reward = (answers == x.argmax(1)).float()  # here a reward model would use the device
 
         torch_ext.onload(policy, optimizer)
         note()

@@ -1,9 +1,10 @@
-"""Weights on their way from training to generation: two processes train, two generate, and both always have the same
-bits. What is sent is what changed (torch_ext.WeightPublisher), and, to compare, all weights.
+"""Sends weights from training to generation, as in reinforcement learning: two processes train and two generate, and
+at every version all have the same bits. The trainers send only the weights that changed (torch_ext.WeightPublisher); to
+compare the times they also send all weights.
 
-Each process is on a host of its own behind 1 Gbit/s (a network namespace) where that can be made, which takes root,
-`ip` and `tc`; else they share the loopback, which is faster than any network. `--width 1024 --layers 12` is a larger
-model; `--out` is where the picture goes.
+With root, `ip` and `tc`, each process runs behind a link of 1 Gbit/s (a network namespace). Otherwise all use the
+loopback, which is faster than any network. `--width 1024 --layers 12` is a larger model; `--out` is the folder of the
+picture.
 
     python examples/05_weight_sync.py
 """
@@ -32,11 +33,11 @@ sys.path.insert(
 import torch_ext
 
 TRAINERS, ENGINES, VERSIONS, STEPS = 2, 2, 6, 2
-PORTS = 29705, 29706  # of the trainers' process group, of the engines
+PORTS = 29705, 29706  # the trainers' process group, the engines
 
 
 def network(width: int, layers: int) -> nn.Module:
-    """Reads 8 bytes, guesses the next."""
+    """A model that reads 8 bytes and predicts the next."""
     torch.manual_seed(0)
     hidden = [m for _ in range(layers) for m in (nn.Linear(width, width), nn.GELU())]
     return nn.Sequential(nn.Embedding(256, width // 8), nn.Flatten(1), *hidden, nn.Linear(width, 256)).bfloat16()
@@ -68,11 +69,11 @@ def receive(peer: socket.socket) -> bytearray:
     return exactly(struct.unpack("<q", exactly(8))[0])
 
 
-# -- who generates -----------------------------------------------------------------------------------------------------
+# -- the engines, which generate ---------------------------------------------------------------------------------------
 
 
 def engine(model: nn.Module, host: str) -> None:
-    """Follows the trainers, of which each sends its part, and generates from every version."""
+    """Receives the parts of all trainers, applies each version and generates with it."""
     weights = {name: p.detach() for name, p in model.named_parameters()}
     subscriber = torch_ext.WeightSubscriber(weights)
     with socket.create_server((host, PORTS[1]), backlog=TRAINERS) as server:
@@ -81,7 +82,7 @@ def engine(model: nn.Module, host: str) -> None:
         subscriber.apply([receive(peer) for peer in peers])
         for peer in peers:
             send(peer, digest(weights))
-        for peer in peers:  # the same version once more, whole, for the clock
+        for peer in peers:  # the same version again, all weights, to compare the times
             receive(peer)
             send(peer, b"")
         text = torch.zeros(4, 8, dtype=torch.int64)
@@ -90,7 +91,7 @@ def engine(model: nn.Module, host: str) -> None:
                 text = torch.cat([text[:, 1:], model(text).argmax(1, keepdim=True)], 1)
 
 
-# -- who trains --------------------------------------------------------------------------------------------------------
+# -- the trainers ------------------------------------------------------------------------------------------------------
 
 
 def trainer(model: nn.Module, rank: int, hosts: list[str]) -> None:
@@ -98,7 +99,7 @@ def trainer(model: nn.Module, rank: int, hosts: list[str]) -> None:
     policy = torch_ext.load_policy(model)
     torch_ext.parallelize(model, policy, strategy="optim")
     optimizer = torch_ext.AdamW(model.named_parameters(), lr=1e-6, weight_decay=0.0, policy=policy)
-    publisher = torch_ext.WeightPublisher(model, optimizer)  # engines have these weights: version 0
+    publisher = torch_ext.WeightPublisher(model, optimizer)  # version 0: the weights that the engines have
     peers = [connected(host) for host in hosts[TRAINERS:]]
     weights = dict(model.named_parameters())
     for version in range(1, VERSIONS + 1):
@@ -130,7 +131,7 @@ def connected(host: str) -> socket.socket:
 
 
 def told(peers: list[socket.socket], message: bytes) -> list[bytes]:
-    """Every engine has taken the message; what they answer."""
+    """Sends the message to every engine; returns their answers, which come when they have applied it."""
     for peer in peers:
         send(peer, message)
     return [bytes(receive(peer)) for peer in peers]
@@ -144,7 +145,7 @@ def timed(call: Any) -> tuple[Any, float]:
 
 
 def part_of(weights: dict[str, Tensor], rank: int) -> bytes:
-    """A trainer's share of all weights, as they are."""
+    """Returns the bytes of this trainer's share of all weights."""
     flat = torch.cat([p.detach().view(-1) for p in weights.values()]).chunk(TRAINERS)[rank]
     return flat.view(torch.uint8).numpy().tobytes()
 
@@ -154,7 +155,7 @@ def part_of(weights: dict[str, Tensor], rank: int) -> bytes:
 
 @contextlib.contextmanager
 def hosts() -> Iterator[tuple[str, list[tuple[list[str], str]]]]:
-    """What connects them; of each the words before its command, and its address."""
+    """Yields the link's name and, for each host, the words to put before its command and its address."""
     ip, tc = shutil.which("ip"), shutil.which("tc")
     names = [f"torch_ext-{os.getpid()}-{i}" for i in range(TRAINERS + ENGINES + 1)]
     switch, others = names[0], names[1:]

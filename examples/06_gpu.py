@@ -1,11 +1,11 @@
-"""A fine-tuning loop on a GPU: a graph of clip and step, a schedule in a tensor, offload between phases.
+"""A fine-tuning loop on a GPU: clip and step in a CUDA graph, a schedule in a tensor, offload between phases.
 
-On a GPU the host is often what is late: a step of many small tensors is over before the next one is queued. Clip and
-step are captured into a CUDA graph once and replayed: nothing of them waits for the device, learning rate and gradients
-are read from memory that stays where it is, and a step whose gradients are not finite is skipped there. Between phases
-of training something else needs the memory (here an evaluation), so gradients and states leave for the host.
+On a GPU the host is often too slow: a step of many small tensors ends before the next one is queued. Clip and step are
+captured into a CUDA graph once and replayed. They never wait for the device: learning rate and gradients are read
+from fixed addresses, and a step whose gradients are not finite is skipped on the device. Between phases of training
+something else needs the memory (here an evaluation), so gradients and states are moved to the host.
 
-Without a GPU the same loop runs on the CPU, where nothing is captured: how both differ is in `Captured` alone.
+Without a GPU the same loop runs on the CPU, where nothing is captured: only `Captured` differs.
 
     python examples/06_gpu.py
 """
@@ -29,8 +29,8 @@ LR, WARM_UP = 4e-3, 10
 
 
 class Captured:
-    """A function without arguments that is captured into a graph at its first call on a GPU, and replayed by every
-    later one; on a CPU it is called. Whatever it reads and writes must stay where it is in memory."""
+    """Wraps a function without arguments: on a GPU the first call captures it into a CUDA graph and every call replays
+    that; on a CPU it is simply called. Memory that the function reads and writes must keep its address."""
 
     def __init__(self, function: Callable[[], Tensor]) -> None:
         self._function = function
@@ -44,19 +44,19 @@ class Captured:
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph):
                 self._result = self._function()
-        self._graph.replay()  # a capture runs nothing
+        self._graph.replay()  # the first time too: a capture executes nothing
         assert self._result is not None
         return self._result
 
     def forget(self) -> None:
-        """Before what it reads is moved."""
+        """Drops the graph. Call it before the memory that the function uses is moved."""
         self._graph = self._result = None
 
 
 def batch(seed: int) -> tuple[Tensor, Tensor]:
-    """Words, and as the target of each what a rule makes of the word before it."""
+    """Returns words and, as the target of each, a function of the word before it."""
     words = torch.randint(WORDS, (BATCH, 16), generator=torch.Generator().manual_seed(seed))
-    pinned = words.pin_memory() if DEVICE.type == "cuda" else words  # copied beside the device's work
+    pinned = words.pin_memory() if DEVICE.type == "cuda" else words  # copied while the device works
     there = pinned.to(DEVICE, non_blocking=True)
     return there, (5 * there.roll(1, 1) + 3) % WORDS
 
@@ -79,16 +79,16 @@ def loss_of(model: nn.Module, seed: int) -> Tensor:
 
 
 def rate(step: int) -> float:
-    """Up, then down along a cosine."""
+    """The learning rate: warm-up, then a cosine down."""
     total = PHASES * STEPS
     return LR * min((step + 1) / WARM_UP, 0.5 + 0.5 * math.cos(math.pi * step / total))
 
 
 def train(captures: bool = True, offloads: bool = True) -> tuple[list[float], list[float], int]:
-    """The mean loss of every phase, the evaluations between them, and how many steps were skipped."""
+    """Returns the mean loss of every phase, the evaluation after each, and the number of skipped steps."""
     torch.manual_seed(0)
     model = Model().bfloat16().to(DEVICE)
-    # In a graph a number would stay for ever what it was; a tensor on the device is read by every replay.
+    # A graph would keep a Python number for ever; a tensor on the device is read again by every replay.
     lr = torch.tensor(0.0, dtype=torch.float64, device=DEVICE)
     optimizer = torch_ext.AdamW(model.parameters(), lr=lr, policy=torch_ext.load_policy(model), skip_nonfinite=True)
 
@@ -101,19 +101,19 @@ def train(captures: bool = True, offloads: bool = True) -> tuple[list[float], li
     means: list[float] = []
     evaluations: list[float] = []
     for phase in range(PHASES):
-        torch_ext.onload(model, optimizer)  # nothing, the first time
+        torch_ext.onload(model, optimizer)  # does nothing the first time
         total = torch.zeros((), device=DEVICE)
         for i in range(STEPS):
             step = phase * STEPS + i
             loss = loss_of(model, step)
             loss.backward()
             lr.fill_(rate(step))
-            if captures and i > 0:  # the first step of a phase makes or brings back what a graph is captured over
+            if captures and i > 0:  # step 0 of a phase creates what the graph uses
                 update()
             else:
                 clip_and_step()
-            optimizer.zero_grad(set_to_none=False)  # gradients stay where the graph reads them
-            total += loss.detach()  # read once a phase: .item() would wait for the device in every step
+            optimizer.zero_grad(set_to_none=False)  # gradients keep the address that the graph reads
+            total += loss.detach()  # read once per phase: .item() would wait for the device in every step
         means.append(total.item() / STEPS)
         if offloads:
             update.forget()
@@ -124,7 +124,7 @@ def train(captures: bool = True, offloads: bool = True) -> tuple[list[float], li
 
 
 def peak() -> str:
-    """Device memory that was ever in use at a time."""
+    """Returns the peak of device memory in use, as text."""
     if DEVICE.type == "cpu":
         return "no GPU here: nothing is captured"
     return f"at most {torch.cuda.max_memory_allocated() / 1e6:.0f} MB of {torch.cuda.get_device_name()}"

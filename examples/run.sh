@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# The main job from a fresh clone: sets the machine up, builds the library, trains a small byte-level GPT with torch's
+# The main job from a fresh clone. Sets the machine up, builds the library, and trains a small byte-level GPT with torch's
 # AdamW in fp32 and in bf16 and with torch_ext's in three configurations: from random weights in two processes, and
-# fine-tuning a checkpoint at a low learning rate. Ends with two tables and a picture; examples/gpt/RESULTS.md has those of one run.
+# fine-tuned from a checkpoint at a low learning rate. Prints two tables and draws a picture; examples/gpt/RESULTS.md has
+# those of one run.
 #
 #     bash examples/run.sh            # at most 20 minutes of processor time: about 10 minutes on two free cores
 #     bash examples/run.sh --quick    # a tiny model, every path: under a minute once it is built
 #
-# From the environment: OUT_DIR (out: logs, checkpoints, table.md, results.json, gpt.png), TORCH_EXT_PYTHON (an
-# interpreter that has torch, tqdm and matplotlib: nothing is installed then), OMP_NUM_THREADS (of each of the two
-# processes that train together; without it the cores are shared out).
+# Environment: OUT_DIR (default: out; for logs, checkpoints, table.md, results.json, gpt.png), TORCH_EXT_PYTHON (an
+# interpreter that has torch, tqdm and matplotlib: nothing is installed then), OMP_NUM_THREADS (threads of each of the
+# two processes that train together; default: half the cores).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

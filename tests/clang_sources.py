@@ -1,4 +1,4 @@
-"""The library's C sources, with the flags that the build gives each of them, for tests that compile them with clang."""
+"""The library's C sources and their compiler flags, for tests that compile them with clang."""
 
 import os
 import pathlib
@@ -17,7 +17,7 @@ _Result = TypeVar("_Result")
 
 
 def starlark(path: str) -> dict[str, Any]:
-    """The constants of a .bzl file, which are Python's too."""
+    """Returns the constants of a .bzl file, by running it as Python."""
     names: dict[str, Any] = {}
     exec((ROOT / path).read_text(), names)
     return names
@@ -38,7 +38,8 @@ class Source(NamedTuple):
 
 
 def library_sources(folders: list[str]) -> list[Source]:
-    """Of the library, with the flags that the build gives each of them, but for optimisation."""
+    """Returns the C files of `folders` with the flags of the build, without optimisation. A file *kernels_isa.c is
+    listed once for each instruction set."""
     flags = starlark("bazel/copts.bzl")["C_OPTS"]
     paths = sorted(str(path.relative_to(ROOT)) for folder in folders for path in (ROOT / folder).glob("*.c"))
     assert paths
@@ -52,13 +53,13 @@ def library_sources(folders: list[str]) -> list[Source]:
 
 
 def clang(*arguments: str) -> None:
-    """AssertionError, with what clang says, where it fails."""
+    """Runs clang. Raises AssertionError with clang's output if it fails."""
     command = [str(CLANG), "-fPIC", "-I.", "-Icsrc", *arguments]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, f"{' '.join(command)}\n{result.stderr}"
 
 
 def in_parallel(work: Callable[[_Item], _Result], items: list[_Item]) -> list[_Result]:
-    """As many at a time as there are cores."""
+    """Returns `work(item)` for all items, computed by as many threads as there are cores."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(work, items))

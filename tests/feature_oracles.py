@@ -1,4 +1,4 @@
-"""What random histories are compared with (tests/feature_programs.py): masters, averages and engines."""
+"""Reference values for random histories (tests/feature_programs.py): masters, averages and engines."""
 
 import random
 from typing import Any
@@ -11,7 +11,7 @@ import torch_ext
 
 
 def masters_of(trainer: Trainer) -> dict[str, Tensor]:
-    """Whole, in double, as the next step will see them: what others wrote is taken over."""
+    """Returns the whole masters in double, as the next step will use them: a written weight replaces its master."""
     optimizer = trainer.optimizer
     state = optimizer.consolidate_state_dict(to=None)["state"]
     optimizer.state_dict()  # which would be the whole one once more
@@ -25,18 +25,18 @@ def masters_of(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def steps_of(trainer: Trainer) -> dict[str, int]:
-    """Of each parameter, how many were taken. Read past the optimizer, so that asking changes nothing."""
+    """Returns the step count of each parameter, read without the optimizer's own access, which might change state."""
     state = trainer.optimizer.state
     return {name: int(dict.get(state, p, {}).get("step", 0)) for name, p in trainer.optimized()}
 
 
 class Averages:
-    """In double, of the masters of the plain trainer."""
+    """Computes the moving averages in double, from the masters of the trainer without features."""
 
     def __init__(self, decay: float, every: int) -> None:
         self.decay, self.every = decay, every
         self.of: dict[str, Tensor] = {}
-        self.sizes: dict[str, float] = {}  # of the largest masters so far
+        self.sizes: dict[str, float] = {}  # the largest norm of the masters so far
         self.counts: dict[str, int] = {}
 
     def stepped(self, counts: dict[str, int], masters: dict[str, Tensor]) -> None:
@@ -51,7 +51,7 @@ class Averages:
 
 
 class Engine:
-    """An engine, whose tensors may be fused and sliced."""
+    """An engine that follows the publisher. Its tensors may be fused and transposed ones."""
 
     def __init__(self, trainer: Trainer, draw: random.Random) -> None:
         self.names = list(trainer.params())

@@ -1,9 +1,9 @@
-"""Random histories in which features meet, for test_feature_programs.py in tests/torch and its fellow of two ranks.
+"""Random histories that combine features, for test_feature_programs.py in tests/torch and the same with two ranks.
 
-A history is a list of acts, drawn from a seed. Two trainers take it in lock step: one with features (an average, a
-publisher with engines, health, states on the host, steps in backward, restarts from checkpoints), one with none. After
-each act their weights have the same bits; what the features say is compared with what the plain one's masters are. A
-history that fails can be made shorter: any part of it is one.
+A history is a list of acts, drawn from a seed. Two trainers run it in lock step: `a` with features (an average, a
+publisher with engines, health, states on the host, steps in backward, restarts from checkpoints), `b` without any.
+After each act their weights must have the same bits, and what the features report must agree with the masters of `b`.
+Any part of a history is a legal history, so one that fails can be shortened.
 """
 
 import copy
@@ -35,7 +35,7 @@ class Act(NamedTuple):
 
 
 class Compared:
-    """Both trainers, and what is compared after an act."""
+    """Both trainers, and the comparisons after each act."""
 
     def __init__(self, seed: int, strategy: str | None = None) -> None:
         self.draw = random.Random(seed)
@@ -127,7 +127,7 @@ class Compared:
 
 
 class Program(Compared):
-    """Both trainers through one history; the acts of features."""
+    """Runs both trainers through one history. Its methods named in FEATURES are the acts of trainer `a` alone."""
 
     def acts(self, n: int) -> list[Act]:
         among = COMMON + FEATURES * 2
@@ -135,7 +135,7 @@ class Program(Compared):
             among = among + NOT_IN_BACKWARD
         if self.config.options["skip_nonfinite"]:
             among = [*among, "skip", "skip"]
-        if "on_external_write" in self.config.options:  # what these take over is ignored otherwise
+        if "on_external_write" in self.config.options:  # these acts take writes over, which are ignored here
             among = [one for one in among if one not in ("resync", "masters")]
         if self.strategy is not None:
             among = [one for one in among if one not in DISTRIBUTED_WITHOUT]
@@ -150,7 +150,7 @@ class Program(Compared):
                 raise AssertionError(history) from error
 
     def do(self, act: Act) -> None:
-        if "on_external_write" in self.config.options:  # which is of writes after states were made: now, in both
+        if "on_external_write" in self.config.options:  # concerns writes after states exist: create them in both now
             for trainer in (self.a, self.b):
                 trainer.optimizer.state_dict()
         if act.what in FEATURES:
@@ -198,7 +198,7 @@ class Program(Compared):
             raise AssertionError(f"it applied, and should not: {words}")
 
     def patches(self, seed: int) -> None:
-        """In the place of a delta: engines of ours begin anew."""
+        """Publishes patches in place of a delta; the engines then need all weights again."""
         base = {name: value.clone() for name, value in self.engine.weights().items()}
         for patches in gathered([tuple(patch) for patch in self.publisher.publish_patches()]):
             for name, at, values, _ in patches:
@@ -240,11 +240,11 @@ class Program(Compared):
                 pass
 
     def resync(self, seed: int) -> None:
-        """What the next step would do."""
+        """Resyncs the masters, as the next step would."""
         self.a.optimizer.resync_masters()
 
     def load_own(self, seed: int) -> None:
-        """A state that is its own, handed out or copied."""
+        """Loads the optimizer's own state, the same object or a copy."""
         state = self.a.optimizer.state_dict()
         self.a.optimizer.load_state_dict(copy.deepcopy(state) if random.Random(seed).random() < 0.7 else state)
 

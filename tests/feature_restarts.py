@@ -1,4 +1,4 @@
-"""Ways in which a trainer of a random history (tests/feature_programs.py) is saved, made anew, and goes on."""
+"""Ways to save a trainer of a random history (tests/feature_programs.py), create it again and load it."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""Trainers of random histories (tests/feature_programs.py): a model whose gradients are given numbers, and its acts."""
+"""Trainers of random histories (tests/feature_programs.py): a model whose gradients are chosen, and the acts."""
 
 import copy
 import random
@@ -15,7 +15,7 @@ LATE, FROZEN = (40, 9), (1500,)
 
 
 class Layers(nn.Module):
-    """Parameters whose gradients are given numbers. `late` and `frozen` are trained, if at all, from some act on."""
+    """A model whose gradients are the tensors passed to `forward`. `late` and `frozen` do not train at first."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -31,12 +31,12 @@ class Layers(nn.Module):
 
 
 class Config(NamedTuple):
-    """Of both trainers; `features` of the first one alone."""
+    """The configuration of both trainers; `features` is used by the first one only."""
 
     dtype: torch.dtype
     kind: type
     settings: dict[str, Any]
-    """Of the policy."""
+    """Settings of the policy."""
     options: dict[str, Any]
     features: dict[str, Any]
     exact: bool
@@ -44,7 +44,7 @@ class Config(NamedTuple):
 
     @property
     def masters(self) -> bool:
-        """Whether weights have some beside them: a write to one without may be told by nothing."""
+        """Whether weights have separate masters. Without them a write may go unnoticed."""
         return self.dtype != FP32 and not self.settings
 
     @classmethod
@@ -79,7 +79,7 @@ def local(p: Any) -> Tensor:
 
 
 def whole(p: Any) -> Tensor:
-    """A copy. Collective of a DTensor."""
+    """Returns a whole copy of a tensor. Collective if it is a DTensor."""
     value: Any = p.detach()
     return (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
 
@@ -90,7 +90,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def gathered(mine: Any) -> list[Any]:
-    """Every rank's."""
+    """Returns the values `mine` of all ranks. Collective."""
     if not torch.distributed.is_initialized():
         return [mine]
     found: list[Any] = [None] * torch.distributed.get_world_size()
@@ -170,12 +170,12 @@ class Trained:
 
     @property
     def in_backward(self) -> bool:
-        """Whether the last backward did. Under a strategy the first one does not, nor one that measures."""
+        """Whether the last backward stepped. Under a strategy the first one does not, nor one that measures health."""
         return self.with_features and bool(self.optimizer.stepped_in_backward())
 
 
 class Stepping(Trained):
-    """What takes steps, or changes what they do."""
+    """The acts that take steps, or change what steps do."""
 
     def step(self, seed: int) -> None:
         self.backward(self.grads(seed))
@@ -214,15 +214,15 @@ class Stepping(Trained):
         self.end_step()
 
     def drop(self, seed: int) -> None:
-        """A backward that steps keeps what it stepped when its gradients are dropped."""
+        """Drops the gradients after a backward that stepped: what it stepped is kept."""
         self.backward(self.grads(seed))
-        if self.in_backward and not self.on_host:  # what is stepped there is left to step()
+        if self.in_backward and not self.on_host:  # parameters on the host are stepped by step() only
             self.optimizer.zero_grad()
         else:
             self.end_step()
 
     def refused(self, seed: int) -> None:
-        """Between a backward that steps and step()."""
+        """Makes calls that raise between a backward that stepped and step()."""
         self.backward(self.grads(seed))
         if self.in_backward:
             for name in ("measure_health", "master_weights", "ema_weights"):
@@ -256,10 +256,10 @@ class Stepping(Trained):
 
 
 class Trainer(Stepping):
-    """And what else writes to weights and states."""
+    """The acts that write to weights and states."""
 
     def write(self, seed: int) -> None:
-        """In place, seen by torch."""
+        """Writes in place, with a version counter that counts."""
         draw = random.Random(seed)
         with torch.no_grad():
             self.params()[draw.choice(sorted(self.params()))].mul_(draw.choice([0.5, 1.0, 1.25]))
@@ -277,7 +277,7 @@ class Trainer(Stepping):
         self.optimizer.resync_masters(force=draw.random() < 0.3)
 
     def seed_masters(self, seed: int) -> None:
-        """Weights and masters of a state_dict in higher precision."""
+        """Sets weights and masters from a state dict of higher precision."""
         generator = torch.Generator().manual_seed(seed)
         wide = {name: torch.randn(p.shape, generator=generator) for name, p in self.params().items()}
         with torch.no_grad():
@@ -297,7 +297,7 @@ class Trainer(Stepping):
                 local(p).mul_(0.75)
 
     def move(self, seed: int) -> None:
-        """Weights of the trainer with features are at other addresses."""
+        """Moves the weights of the trainer with features to other addresses."""
         if self.with_features and self.strategy in (None, "ddp"):
             for p in self.trained().values():
                 p.data = p.data.clone()
@@ -307,7 +307,7 @@ class Trainer(Stepping):
         self.saved = copy.deepcopy((self.late, self.model.state_dict(), state))
 
     def load(self, seed: int) -> None:
-        """What was saved, into the same optimizer; the weights, too, or not."""
+        """Loads what was saved into the same optimizer, with or without the weights."""
         saved = getattr(self, "saved", None)
         if saved is None or saved[0] != self.late:
             return
@@ -323,7 +323,7 @@ class Trainer(Stepping):
             self.model.load_state_dict(weights)
 
     def load_in_place(self, weights: Any, state: Any) -> None:
-        """As torch.distributed.checkpoint.load does."""
+        """Loads in place, as torch.distributed.checkpoint.load does."""
         own = self.optimizer.state_dict()
         if own["state"].keys() != state["state"].keys():
             self.optimizer.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""The frameworks of tests/requirements.txt: there, or a reason to skip that names them."""
+"""Imports the frameworks of tests/requirements.txt, or skips tests if they are not installed."""
 
 import importlib
 import importlib.metadata
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch.torch_version import TorchVersion
 
-# Before one of them is imported: nothing is looked up in the network, no bar is drawn, nothing is reported.
+# Set before a framework is imported: no network access, no progress bars, no telemetry.
 os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_PROGRESS_BARS="1", HF_HUB_DISABLE_TELEMETRY="1")
 
 _PINS = pathlib.Path(os.path.abspath(__file__)).parent / "requirements.txt"
@@ -25,14 +25,14 @@ def needs(*modules: str) -> pytest.MarkDecorator:
 
 
 def older(module: str, version: str) -> bool:
-    """Whether what is installed comes before that version."""
+    """Whether the installed version of `module` is older than `version`; False if it is not installed."""
     if importlib.util.find_spec(module) is None:
         return False
     return TorchVersion(importlib.metadata.version(module)) < version
 
 
 def module(name: str) -> Any:
-    """The module; where it is not installed an empty one, for tests that `needs` skips."""
+    """Returns the module; an empty one if it is not installed, for files whose tests `needs` skips."""
     if importlib.util.find_spec(name) is None:
         return types.ModuleType(name)
     return importlib.import_module(name)

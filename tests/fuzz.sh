@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# C entries that take outside bytes or numbers, under clang's libFuzzer and sanitizers for so many seconds in all;
-# one line for each target at the end, exit status 1 where something was found. Further arguments: --targets, --seed,
-# --keep (python tests/fuzz --help).
+# Runs the fuzzers of C functions that take bytes or numbers from outside, under clang's libFuzzer and sanitizers, for
+# the given number of seconds in all. Ends with one line for each target; the exit status is 1 if something was found.
+# Further arguments: --targets, --seed, --keep (python tests/fuzz --help).
 #
 #     bash tests/fuzz.sh 600
 set -euo pipefail

@@ -1,22 +1,23 @@
 #!/usr/bin/env bash
-# On a machine with a GPU: the operators' cases, training, graphs and the exchange on the device against the CPU, bit for
-# bit, the benchmark, the library's build variants, and compute-sanitizer where it works. Ends with the line "N passed,
-# N failed, N skipped"; the exit status is 0 where nothing failed. Without a GPU it says so, and everything is skipped
-# and counted.
+# Tests on a machine with a GPU: compares the operators, training, graphs and the exchange on the device with the CPU,
+# bit for bit; runs the benchmark, the library's build variants, and compute-sanitizer if it works. Ends with the line
+# "N passed, N failed, N skipped"; the exit status is 0 if nothing failed. Without a GPU it says so, and all is
+# counted as skipped.
 #
-#     bash tests/gpu.sh --pack FOLDER     here: what is built, copied into FOLDER, which git is told to ignore
-#     bash tests/gpu.sh [PART...] [FOLDER]     there, in a copy of the tree: builds nothing, downloads nothing
+#     bash tests/gpu.sh --pack FOLDER     where it is built: copies the libraries to FOLDER, and tells git to ignore it
+#     bash tests/gpu.sh [PART...] [FOLDER]     with the GPU, in a copy of the tree: builds nothing, downloads nothing
 #
-# PARTs are --tests, --exchange, --benchmark, --variants and --sanitizer; all of them unless given. Files of tests run
-# side by side (gpu_files.py). A test that crashes, hangs for $TORCH_EXT_TEST_SECONDS (60 unless given) or leaves the
-# device dead is counted as failed, and the tests after it run in a new process. The other parts run one after the
-# other, each with a time limit. All of it ends within $TORCH_EXT_SECONDS (570 unless given), tests within two fifths of
-# that where another part follows; what no time is left for is skipped and counted. docs/gpu_first_run.md is a plan for
-# the first 15 minutes.
+# PARTs are --tests, --exchange, --benchmark, --variants and --sanitizer; without one, all of them. Test files run
+# side by side (gpu_files.py). A test that crashes, hangs for $TORCH_EXT_TEST_SECONDS (default 60) or leaves the
+# device unusable is counted as failed, and the tests after it run in a new process. The other parts run one after the
+# other, each with a time limit. Everything ends within $TORCH_EXT_SECONDS (default 570); if other parts follow, the
+# tests end within two fifths of that. What there is no time for is counted as skipped. docs/gpu_first_run.md is a
+# plan for the first 15 minutes.
 #
-# FOLDER has libtorch_ext.so, libtorch_ext_cuda.so there or in its folder cuda, and perhaps variants; bazel-bin unless
-# given. Python (python3, or $TORCH_EXT_PYTHON) has torch and pytest. QUICK=1: small benchmarks. --json FILE: counts,
-# times and failures; with $OUT, a folder, $OUT/gpu.json unless given, and the figures beside it.
+# FOLDER (default bazel-bin) has libtorch_ext.so, libtorch_ext_cuda.so (there or in its folder cuda), and maybe
+# variants. Python (python3, or $TORCH_EXT_PYTHON) has torch and pytest. QUICK=1: small benchmarks. --json FILE:
+# writes counts, times and failures (default: $OUT/gpu.json if $OUT is set), and the benchmarks' figures to the same
+# folder.
 set -uo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 say() { printf 'torch_ext: %s\n' "$*"; }
@@ -25,7 +26,7 @@ die() {
   exit 1
 }
 
-# -- what is asked for ---------------------------------------------------------------------------------------------
+# -- arguments -----------------------------------------------------------------------------------------------------
 
 parts=() folder= pack= json=${OUT:+$OUT/gpu.json}
 while [ $# -gt 0 ]; do
@@ -50,7 +51,7 @@ case $json in "" | /*) ;; *) json=$PWD/$json ;; esac
 
 # -- packing -------------------------------------------------------------------------------------------------------
 
-# Copies $1 to $2 unless it is there already; not the links, which end at the checkout.
+# Copies the file $1 to $2. Follows links: a link would end at this checkout.
 copy() {
   mkdir -p "$(dirname "$2")" && cp -fL "$1" "$2" && chmod u+w "$2" || die "could not copy $1 to $2"
 }
@@ -67,7 +68,7 @@ if [ -n "$pack" ]; then
   [ -d "$pack/variants" ] || say "without variants: they are not built (bazel build //cuda:variants)"
   size=$(du -sm "$pack" | cut -f1)
   [ "$size" -le 40 ] || die "$pack has $size MB; 40 may travel"
-  # A folder of the checkout is not to be committed, and travels only where it is named.
+  # A folder inside the checkout must not be committed, so git ignores it; it is copied only where it is named.
   if inside=$(git -C "$pack" rev-parse --show-toplevel 2>/dev/null) && ! git -C "$pack" check-ignore -q .; then
     exclude=$(git -C "$inside" rev-parse --path-format=absolute --git-path info/exclude)
     mkdir -p "$(dirname "$exclude")"
@@ -77,7 +78,7 @@ if [ -n "$pack" ]; then
   exit 0
 fi
 
-# -- the package beside the libraries of that folder, and nothing else on the path ----------------------------------
+# -- a folder with the package and the libraries, and nothing else of the checkout on PYTHONPATH --------------------
 
 named=${folder:-$root/bazel-bin}
 built=$(cd "$named" 2>/dev/null && pwd) || die "there is no folder $named: build with bazel build //:torch_ext, or name another"
@@ -94,15 +95,15 @@ done
 export PYTHONPATH=$work/path:$root/tests/gpu:$root/tests/torch:$root/tests/distributed:$root/tests
 export PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
 unset PYTEST_ADDOPTS
-ulimit -c 0 # a process on a GPU has much memory to write down
-cd "$work/path" || exit 1 # python -m looks where it is first
+ulimit -c 0 # no core files: a process on a GPU has much memory
+cd "$work/path" || exit 1 # python -m searches the current folder first
 
 # -- counting ------------------------------------------------------------------------------------------------------
 
 passed=0 failed=0 skipped=0
-# What became of part $1: its status $2, its seconds $3 (for --json).
+# Notes for --json that part $1 ended with status $2 after $3 seconds.
 note() { printf '%s\t%s\t%s\n' "$1" "$2" "$3" >>"$work/parts"; }
-# Counts one part that either ran or did not: $1 its exit status, $2 its name.
+# Counts one part as passed or failed: $1 is its exit status, $2 its name.
 count() {
   if [ "$1" = 0 ]; then passed=$((passed + 1)); else
     failed=$((failed + 1))
@@ -113,8 +114,8 @@ skip() {
   skipped=$((skipped + 1))
   say "skipped: $1"
 }
-# Runs the command in $3... for at most $1 seconds and for no more than is left of all; $2: its name. Status 124: too
-# long; 125: not begun.
+# Runs the command $3... for at most $1 seconds, and at most for the time that is left; $2: its name. Status 124: it
+# took too long; 125: it was not started.
 seconds=${TORCH_EXT_SECONDS:-570}
 limited() {
   local left=$((seconds - SECONDS)) most=$1 name=$2 begin=$SECONDS
@@ -127,23 +128,23 @@ limited() {
   note "$name" "$status" $((SECONDS - begin))
   return "$status"
 }
-# The same, and counts it.
+# Runs a command as `limited` does, and counts it.
 part() {
   say "$2"
   limited "$@"
   local status=$?
   if [ "$status" = 125 ]; then skip "$2: no time is left"; else count "$status" "$2"; fi
 }
-# Counts, times and failures so far, where they are asked for.
+# Writes counts, times and failures so far to the file of --json, if there is one.
 write_report() { [ -z "$json" ] || "$python" "$root/tests/gpu_report.py" report "$json" "$work" "$passed" "$failed" "$skipped"; }
-# Where the figures of $1 go, as arguments of the benchmark.
+# Prints the benchmark's arguments that write the figures of $1, if --json was given.
 figures() { [ -z "$json" ] || printf -- '--json\n%s\n' "$(dirname "$json")/$1.json"; }
 
 # -- the parts -----------------------------------------------------------------------------------------------------
 
-# What C libraries print is not captured: it is the end of the output of a process that they end.
+# Output of C libraries is not captured: if they abort the process, it is the end of the process' output.
 pytest=("$python" -m pytest -q -ra --capture=sys -p no:cacheprovider -c /dev/null --rootdir "$root/tests/gpu")
-# The tests in the files $@, side by side.
+# Runs the tests in the files $@, side by side.
 test_files() {
   local file most=$((seconds - SECONDS)) processors status
   if wanted benchmark || wanted variants || wanted sanitizer; then
@@ -169,14 +170,14 @@ sanitize() {
     skip "compute-sanitizer: not installed"
     return
   fi
-  # Installed where it works is not the same: under gVisor it refuses the device.
+  # It may be installed and not work: under gVisor it rejects the device.
   why=$(limited 60 "a look at compute-sanitizer" "$sanitizer" "$python" -c 'import torch; torch.zeros(1, device="cuda").item()' 2>&1)
   if [[ "$why" == *"Device not supported"* ]]; then
     skip "compute-sanitizer: it says that the device is not supported here"
     return
   fi
   for tool in memcheck racecheck synccheck; do
-    # Without torch's cache every tensor is an allocation of its own, and a step beyond one shows.
+    # Without torch's cache every tensor is a separate allocation, so an access beyond a tensor is found.
     part 180 "compute-sanitizer $tool" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --tool "$tool" \
       --error-exitcode 9 "${pytest[@]}" -o faulthandler_timeout=100 "$root/tests/gpu/test_gpu_operators.py" -k "a_call_has_the_cpus_bits"
   done

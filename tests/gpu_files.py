@@ -1,13 +1,13 @@
-"""Runs files of tests side by side, for tests/gpu.sh: a test that crashes, hangs or kills the device costs itself.
+"""Runs test files side by side, for tests/gpu.sh: a test that crashes, hangs or kills the device fails alone.
 
 python gpu_files.py --folder FOLDER --seconds 240 --silence 60 --processors 16 FILE... -- PYTHON -m pytest ...
 
-Each file is a process of pytest with a journal (tests/gpu/journal.py), FOLDER/journals/NAME.jsonl. While there are
-tests that none of its processes has begun, the next one goes on with them. To the journal this adds:
+Each file runs in a process of pytest with a journal (tests/gpu/journal.py), FOLDER/journals/NAME.jsonl. If that ends
+before all tests have begun, another process continues with the remaining tests. This program adds to the journal:
 
-    {"ended": "test_x.py::test_y", "outcome": "failed", ...}      began and did not end; the text is the output's end
-    {"process": -11, "seconds": 9.1, "tests": 12, "why": "..."}   of each process: its status; why it ended early
-    {"left": 3, "why": "..."}                                     tests that were not begun
+    {"ended": "test_x.py::test_y", "outcome": "failed", ...}      the test began and did not end; text: the output's end
+    {"process": -11, "seconds": 9.1, "tests": 12, "why": "..."}   for each process: its status; why it ended early
+    {"left": 3, "why": "..."}                                     the number of tests that did not begin
 """
 
 import argparse
@@ -28,28 +28,28 @@ from typing import Any
 import gpu_report
 
 _LONGEST = 4000  # characters of a process' output
-_FEW = 4  # processors, with fewer of which files run one after the other
-_FRUITLESS = 5  # processes one after the other without a test that passed: the rest would say the same
-_START = 2  # times the silence is allowed while a process starts
-_LEAST = 5  # seconds, with fewer of which none is begun
+_FEW = 4  # with fewer processors, files run one after the other
+_FRUITLESS = 5  # consecutive processes without a test that passed, after which the rest of a file is skipped
+_START = 2  # factor on the allowed silence while a process starts
+_LEAST = 5  # with fewer seconds left, no process is started
 _TIME_IS_UP = "its time was up"
-# In what faulthandler writes: some forty calls of pytest, which would leave no room for what a C library said before.
+# Lines of faulthandler to drop: some forty calls of pytest, which would push out what a C library printed before.
 _NOISE = re.compile(r'^  File ".*/(?:_pytest|pluggy|pytest)/.*\n|^Extension modules: .*\n', re.MULTILINE)
 
 
 @dataclasses.dataclass
 class Run:
-    """What all files share."""
+    """Settings of all files."""
 
     command: list[str]
     folder: pathlib.Path
-    silence: float  # seconds without a line in the journal: the test hangs
+    silence: float  # seconds without a new line in the journal, after which a test counts as hanging
     environment: dict[str, str]
     ends: float  # time.monotonic()
 
 
 class File:
-    """One file of tests, and what its processes leave."""
+    """One test file, its processes and their logs."""
 
     def __init__(self, run: Run, path: pathlib.Path) -> None:
         self.name = path.name
@@ -63,7 +63,7 @@ class File:
         return gpu_report.tally(self._journal)
 
     def run(self) -> None:
-        """All of its tests, or as many as there is time for."""
+        """Runs all tests of the file, or as many as there is time for."""
         left, fruitless, why = 1, 0, ""
         while left and not why:
             if time.monotonic() + _LEAST > self._run.ends:
@@ -74,7 +74,7 @@ class File:
                 lines = self._one_process()
                 began = sum("began" in line for line in lines)
                 collected = [line["collected"] for line in lines if "collected" in line]
-                if collected or self._processes == 1:  # a file that cannot be imported has failed, and that is all
+                if collected or self._processes == 1:  # none collected: the import failed
                     left = sum(collected) - began
                 fruitless = 0 if any(line.get("outcome") == "passed" for line in lines) else fruitless + 1
                 if not began and time.monotonic() < self._run.ends:
@@ -90,7 +90,7 @@ class File:
             file.write(json.dumps(line) + "\n")
 
     def _one_process(self) -> list[dict[str, Any]]:
-        """The lines that it wrote."""
+        """Runs one process; returns the lines that it added to the journal."""
         begin, known, log = time.monotonic(), len(gpu_report.lines(self._journal)), self._log(self._processes)
         self._processes += 1
         with log.open("wb") as file, started(self._command(), file, self._run.environment) as process:
@@ -104,7 +104,7 @@ class File:
         return [*self._run.command, "-p", "journal", "--journal", str(self._journal), str(self._path)]
 
     def _watch(self, process: subprocess.Popen[bytes]) -> str:
-        """Waits until it ends, or ends it; says why."""
+        """Waits until the process ends, or ends it. Returns why it was ended, else ""."""
         size, since, patience = self._size(), time.monotonic(), _START * self._run.silence
         while process.poll() is None:
             now = time.monotonic()
@@ -123,7 +123,7 @@ class File:
     def _note(
         self, lines: list[dict[str, Any]], status: int, ended_by_us: str, seconds: float, log: pathlib.Path
     ) -> None:
-        """Writes what the process could not."""
+        """Adds to the journal what the process could not write: a test that did not end, and how the process ended."""
         dead, ended, began = ([line[key] for line in lines if key in line] for key in ("dead", "ended", "began"))
         in_flight = [name for name in began if name not in ended]
         why = ended_by_us or ending(status)
@@ -155,7 +155,7 @@ def ending(status: int) -> str:
 
 @contextlib.contextmanager
 def started(command: list[str], output: Any, environment: dict[str, str]) -> Iterator["subprocess.Popen[bytes]"]:
-    """A process in a session of its own, which ends with all that it began."""
+    """Starts a process in a new session; on exit kills it with all processes that it started."""
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
     )
@@ -164,12 +164,12 @@ def started(command: list[str], output: Any, environment: dict[str, str]) -> Ite
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # the driver may not let go of it
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the driver may keep it alive
             process.wait(5)
 
 
 def abort(process: "subprocess.Popen[bytes]", why: str) -> str:
-    """By the signal at which pytest's faulthandler writes where each thread is."""
+    """Ends the process by SIGABRT, on which pytest's faulthandler prints where each thread is. Returns `why`."""
     process.send_signal(signal.SIGABRT)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(3)
@@ -211,7 +211,7 @@ def main(options: argparse.Namespace, command: list[str]) -> None:
                 future.result()
                 tell(running[future])
         finally:
-            run.ends = 0.0  # who was interrupted, ends what runs
+            run.ends = 0.0  # after an interrupt: ends the running processes
 
 
 if __name__ == "__main__":

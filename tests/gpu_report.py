@@ -1,10 +1,10 @@
-"""What tests/gpu.sh counts and writes of its parts, from what each left in a folder.
+"""Counts and reports the results of tests/gpu.sh, from the files that its parts left in a folder.
 
-python gpu_report.py counts FOLDER                                   of FOLDER/journals: passed, failed and skipped
-python gpu_report.py report FILE.json FOLDER PASSED FAILED SKIPPED   of FOLDER/parts and FOLDER/journals
+python gpu_report.py counts FOLDER                                   prints passed, failed, skipped of FOLDER/journals
+python gpu_report.py report FILE.json FOLDER PASSED FAILED SKIPPED   writes a report of FOLDER/parts and FOLDER/journals
 
-A journal is a file of tests: tests/gpu/journal.py says which lines the tests' processes write, tests/gpu_files.py which
-it adds.
+There is one journal for each test file: tests/gpu/journal.py writes its lines from the tests' processes, and
+tests/gpu_files.py adds others.
 """
 
 import json
@@ -20,7 +20,7 @@ def lines(journal: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def tally(journal: pathlib.Path) -> dict[str, Any]:
-    """How many tests passed, failed and were skipped, and what there is to say of them."""
+    """Returns how many tests of a journal passed, failed and were skipped, with texts, times and processes."""
     numbers = {"passed": 0, "failed": 0, "skipped": 0}
     failures: dict[str, str] = {}
     skips: dict[str, int] = {}
@@ -56,7 +56,7 @@ def _tallies(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
 
 
 def report(folder: pathlib.Path, totals: list[int]) -> dict[str, Any]:
-    """Everything, for a file of JSON."""
+    """Returns the whole report, for JSON."""
     parts: dict[str, Any] = _tallies(folder)
     noted = folder / "parts"
     for line in noted.read_text().splitlines() if noted.exists() else []:

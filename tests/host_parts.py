@@ -1,4 +1,4 @@
-"""Devices for the tests of `offload_fraction`: the host in a device's place, with copies that are late."""
+"""Stand-ins for devices, for tests of `offload_fraction`: the host in place of a device, with copies that are late."""
 
 import ctypes
 import threading
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from torch_ext.optim.cpu_offload import copies, host_states, staged_args
 
-NUMEL = 4096  # elements of a batch here: small tests have many batches, and parameters that are cut
+NUMEL = 4096  # elements per batch: small, so that tests have many batches, and parameters that are split
 
 
 class LateStream:
-    """Does what it was asked for, in that order, when somebody waits for it."""
+    """A stream that runs its tasks, in order, only when a caller waits for them."""
 
     def __init__(self) -> None:
         self.asked: list[Callable[[], Any]] = []
@@ -34,7 +34,7 @@ class LateStream:
 
 
 class LateCopies(copies.HostCopies):
-    """Copies are made when somebody waits for them, and until then what they write is rubbish."""
+    """Copies that are made when a caller waits for them. Until then their target has garbage."""
 
     shared = False
     slots = 2
@@ -73,12 +73,12 @@ class LateCopies(copies.HostCopies):
 
 
 class LateOps:
-    """What the library is told of two streams."""
+    """The copy operations that the C library calls, on two late streams."""
 
     def __init__(self, down: LateStream, up: LateStream) -> None:
         self.ways = (down, up)
-        self.marks: dict[tuple[int, int], int] = {}  # by way and slot
-        self.follows = threading.local()  # whether what the thread copies down comes after something
+        self.marks: dict[tuple[int, int], int] = {}  # by direction (0: down, 1: up) and slot
+        self.follows = threading.local()  # whether the thread's next copies down follow a copy up
         functions = (
             staged_args.COPY(self.copy),
             staged_args.MARK(self.mark),
@@ -88,7 +88,7 @@ class LateOps:
         self.native = staged_args.CopyOps(ctypes.sizeof(staged_args.CopyOps), None, *functions)
 
     def copy(self, _ctx: Any, up: int, to: int, source: int, nbytes: int, _error: Any) -> int:
-        if not (up == 0 and getattr(self.follows, "now", False)):  # else somebody may read it still
+        if not (up == 0 and getattr(self.follows, "now", False)):  # else the target may still be read
             ctypes.memset(to, 0xB3, nbytes)
         self.ways[up].ask(lambda: ctypes.memmove(to, source, nbytes))
         return 0
@@ -115,8 +115,8 @@ class PromptCopies(copies.HostCopies):
 
 @contextmanager
 def copying(kind: str) -> Iterator[list[int]]:
-    """Optimizers that take their first step here have these copies: "prompt", "late". Yields the sizes of the buffers
-    that are made."""
+    """Within this context, optimizers that take their first step use copies of this kind: "prompt" or "late". Yields a
+    list of the sizes of the buffers that they allocate."""
     made: list[int] = []
     before = host_states.copies_of
 

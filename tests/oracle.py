@@ -1,6 +1,6 @@
-"""What a step should give, in float64: AdamW and Adam from the papers, gradient norms, and errors in ulps.
+"""Exact results of a step, in float64: AdamW and Adam from the papers, gradient norms, and errors in ulps.
 
-Shares nothing with the kernels: no bit patterns, no fp32, the formulas as they are printed (semantics.md, G1, G2).
+Shares nothing with the kernels: no bit patterns, no fp32, only the formulas as they are printed in the papers.
 """
 
 import math
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class AdamW:
-    """One parameter's exact training: Loshchilov & Hutter 2019, Algorithm 2; with `decoupled=False` Kingma & Ba's Adam
+    """Trains one parameter exactly: Loshchilov & Hutter 2019, Algorithm 2; with `decoupled=False` Kingma & Ba's Adam
     with weight decay added to the gradient. `p`, `m`, `v` are float64 of the parameter's shape; `t` counts steps.
     """
 
@@ -54,25 +54,26 @@ class AdamW:
 
 
 def norm(grads: Iterable[Tensor]) -> float:
-    """The Euclidean norm over all elements of all tensors, its sum exact up to the last rounding."""
+    """Returns the Euclidean norm over all elements of all tensors; the sum is exact up to the last rounding."""
     squares = (math.fsum(g.detach().to(torch.float64).square().flatten().tolist()) for g in grads)
     return math.sqrt(math.fsum(squares))
 
 
 def clip_coefficient(total_norm: float, max_norm: float) -> float:
-    """G2."""
+    """Returns the factor by which clipping multiplies gradients: max_norm / (norm + 1e-6), at most 1."""
     return min(1.0, max_norm / (total_norm + 1e-6))
 
 
 def ulp(exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """The distance of neighbouring numbers of `dtype` at `exact`, float64; below the normals their fixed distance."""
+    """Returns the distance between neighbouring numbers of `dtype` at `exact`, in float64; for subnormal numbers their
+    constant distance."""
     info = torch.finfo(dtype)
     _, exponent = torch.frexp(exact.abs().clamp_min(info.tiny))
     return torch.ldexp(torch.full_like(exact, info.eps), exponent - 1)
 
 
 def ulp_error(actual: Tensor, exact: Tensor) -> float:
-    """The largest error of `actual` in ulps of its own dtype; 0.5 is correct rounding."""
+    """Returns the largest error of `actual` in ulps of its dtype; 0.5 is correct rounding."""
     if actual.numel() == 0:
         return 0.0
     error = (actual.detach().to(torch.float64) - exact).abs()

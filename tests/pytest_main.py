@@ -1,7 +1,7 @@
 """Runs pytest on the files given, for `bazel test` and by hand: python tests/pytest_main.py tests/torch/test_adamw.py.
 
-Passes and skips are written case by case to $XML_OUTPUT_FILE, from which tests/run.sh adds up its closing line. A file
-without a single test is a failure (pytest's exit status 5).
+The result of each test is written to $XML_OUTPUT_FILE, from which tests/run.sh computes its last line. A file without a
+single test is a failure (pytest's exit status 5).
 """
 
 import gc
@@ -11,12 +11,12 @@ import sys
 
 import pytest
 
-# abspath, not realpath: under Bazel this file is a link in the runfiles, and the library lies beside the link.
+# abspath, not realpath: under Bazel this file is a link in the runfiles, and the library is next to the link.
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 class _Frozen:
-    """What torch and pytest are made of stays: no collection has to look at it again."""
+    """A plugin that freezes the objects of torch and pytest, so that garbage collections skip them."""
 
     def pytest_collection_finish(self) -> None:
         gc.collect()
@@ -25,7 +25,7 @@ class _Frozen:
 
 def main(*plugins: object) -> int:
     torch = importlib.util.find_spec("torch")
-    if torch is None or torch.origin is None:  # without an origin it is a folder of that name, such as tests/torch
+    if torch is None or torch.origin is None:  # no origin: a folder named torch, such as tests/torch
         sys.exit(
             f"{sys.executable} has no torch: set TORCH_EXT_PYTHON to an interpreter that has, or call tests/run.sh."
         )

@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
-# Sets the machine up, runs every test, and ends with the line "N passed, N failed, N skipped". Exit status 0 only where
-# something ran and nothing failed.
+# Sets the machine up, runs every test, and ends with the line "N passed, N failed, N skipped". The exit status is 0
+# only if something ran and nothing failed.
 #
 #     bash tests/run.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
 more_requirements=(tests/requirements.txt) # frameworks, documentation
-more_programs=(clang)                      # the C sources are for gcc and clang
+more_programs=(clang)                      # the C sources are compiled with gcc and with clang
 fuzzer='/usr/lib/llvm-*/lib/clang/*/lib/linux/libclang_rt.fuzzer-*.a'
-# libFuzzer; the library for aarch64, and what runs its tests
+# libFuzzer; the cross compiler for aarch64, and the emulator that runs its tests
 wished_packages=("$fuzzer=libclang-rt-dev" aarch64-linux-gnu-g++=g++-aarch64-linux-gnu aarch64-linux-gnu-gcc=gcc-aarch64-linux-gnu qemu-aarch64=qemu-user)
 . bazel/setup.sh
 
 logs=$(mktemp -d "${TMPDIR:-/tmp}/torch_ext.XXXXXX")
 trap 'rm -rf "$logs"' EXIT
 
-# Runs `bazel test` in folder $1 and leaves, for the tally, what happened in $logs/$2.json and the exit status in
+# Runs `bazel test $3...` in folder $1. Writes for the tally Bazel's events to $logs/$2.json and its exit status to
 # $logs/$2.status.
 run_tests() {
   local folder=$1 name=$2 status=0
@@ -39,7 +39,7 @@ else
   echo "no aarch64-linux-gnu-g++ or no qemu-aarch64: nothing was built or run for aarch64" >"$logs/aarch64.skipped"
 fi
 say "the C example again, from a workspace that depends on @torch_ext"
-# It compiles the library anew, and the loops, four times over, are most of that: here it is linking that counts.
+# The library is compiled again there, mostly its loops, four times. The point is linking, so -O1 is enough.
 run_tests examples/c consumer --per_file_copt=kernels_isa@-O1 //...
 (cd examples/c && bazel shutdown)
 "$TORCH_EXT_PYTHON" tests/tally.py "$logs"

@@ -1,9 +1,9 @@
-"""pytest_main under the address and undefined-behaviour sanitizers, for tests whose libtorch_ext.so has them:
+"""Runs pytest_main under the address and undefined-behaviour sanitizers, with which libtorch_ext.so was built:
 
     bazel test --config=asan //tests/torch:sanitized
 
-The sanitizer's library has to be in a process before everything else, so this starts Python anew with it preloaded.
-Where that cannot be done each test is a skip, which says why.
+The sanitizer's library must be loaded before any other, so this starts Python again with the library preloaded. If that
+is not possible, each test is skipped with the reason.
 """
 
 import ctypes.util
@@ -18,13 +18,13 @@ import pytest_main
 PRELOADED = "TX_ASAN_PRELOADED"
 WHY_NOT = "TX_ASAN_WHY_NOT"
 
-# Python and torch keep memory until the process ends; a request for too much returns NULL, as it does without.
+# No leak checks: Python and torch keep memory until the process ends. A too large allocation returns NULL, as usual.
 OPTIONS = "detect_leaks=0:allocator_may_return_null=1:detect_odr_violation=0:quarantine_size_mb=64"
 
 
 def libraries() -> list[str]:
-    """What has to be preloaded: with the sanitizer's also what throws C++ exceptions, which it looks up at the begin.
-    Empty where it is not installed."""
+    """Returns the libraries to preload: the sanitizer's and the C++ library, whose exceptions the sanitizer looks up
+    when it starts. Empty if the sanitizer is not installed."""
     try:
         found = subprocess.run(
             ["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
@@ -36,12 +36,12 @@ def libraries() -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Of a process with the sanitizers."""
+    """Returns the environment variables of a process with the sanitizers."""
     return {"LD_PRELOAD": " ".join(libraries()), "ASAN_OPTIONS": OPTIONS, "UBSAN_OPTIONS": "print_stacktrace=1"}
 
 
 def why_not() -> str:
-    """Why this cannot be done here; "" where it can."""
+    """Returns why the sanitizers cannot be used here; "" if they can."""
     if not libraries():
         return "gcc has no libasan.so here"
     library = pathlib.Path(__file__).absolute().parents[1] / "libtorch_ext.so"  # in Bazel's runfiles
@@ -54,7 +54,7 @@ def why_not() -> str:
 
 
 class _Skips:
-    """All tests."""
+    """A plugin that skips all tests."""
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         for item in items:

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Faults at random moments (kill -9, SIGSTOP, exceptions, Ctrl-C, saves that are cut short, flipped bits, full disks, two
-# jobs in one folder) and random training programs, for so many seconds; one line for each kind at the end. Exit status 0
-# only where nothing hung, was silently wrong, or failed to say whose fault it was. Further arguments: --seed, --kinds,
-# --replay (python tests/soak --help).
+# For the given number of seconds: faults at random moments (kill -9, SIGSTOP, exceptions, Ctrl-C, saves that are cut
+# short, flipped bits, full disks, two jobs in one folder) and random training programs. Ends with one line for each
+# kind. The exit status is 0 only if nothing hung or was silently wrong, and each error named its cause. Further
+# arguments: --seed, --kinds, --replay (python tests/soak --help).
 #
 #     bash tests/soak.sh 600
 set -euo pipefail

@@ -1,9 +1,9 @@
-"""Adds up what `bazel test` did: python tests/tally.py FOLDER, called by tests/run.sh.
+"""Counts the results of `bazel test`: python tests/tally.py FOLDER, called by tests/run.sh.
 
-FOLDER has, for each call of Bazel, NAME.json (its build events, one JSON object a line) and NAME.status (its exit
-status). Counted are the cases in the XML reports of exactly the targets of these calls, cached or not; a target that
-was not built, or that died without naming a failed case, is one failure. NAME.skipped, which holds the reason, stands
-for a call that was not made, and is one skip. Failures and skips are listed by name.
+FOLDER has, for each call of Bazel, NAME.json (its build events, one JSON object per line) and NAME.status (its exit
+status). The cases in the XML reports of all targets of these calls are counted, cached or not. A target that was not
+built, or that failed without a failed case in its report, counts as one failure. NAME.skipped, which contains the
+reason, stands for a call that was not made, and counts as one skip. Failures and skips are listed by name.
 """
 
 import json
@@ -29,7 +29,7 @@ def one_line(text: str | None) -> str:
 
 
 def count_report(report: bytes, where: str, tally: Tally) -> None:
-    """Every test case of a JUnit report. GoogleTest says "skipped" or "suppressed" (disabled) in an attribute, too."""
+    """Counts the test cases of a JUnit report. GoogleTest has "skipped" or "suppressed" (disabled) in an attribute."""
     for case in ElementTree.fromstring(report).iter("testcase"):
         suite = case.get("classname", "").split(".")[-1]
         name = f"{where} {suite}.{case.get('name', '')}".replace(" .", " ")
@@ -52,7 +52,7 @@ def reports(event: dict[str, Any]) -> Iterator[bytes]:
 
 
 def count_call(events: pathlib.Path, tally: Tally) -> None:
-    """One call of Bazel."""
+    """Counts the results of one call of Bazel."""
     call = events.stem
     status = int(events.with_suffix(".status").read_text())
     failures_before = len(tally.failed)

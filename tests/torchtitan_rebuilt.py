@@ -1,4 +1,4 @@
-"""How torchtitan 0.3 makes, saves and loads optimizers, as far as ours meets it."""
+"""Rebuilds how torchtitan 0.3 creates, saves and loads optimizers, for tests of the recipe without torchtitan."""
 
 import dataclasses
 import re
@@ -25,7 +25,7 @@ def default_adamw(lr: float = 8e-4) -> Any:
 
 
 class OptimizersContainer(torch.optim.Optimizer):
-    """One optimizer for each model part and name; the first pattern that a parameter's name matches is its group."""
+    """One optimizer for each model part and name; a parameter is in the group of the first pattern that it matches."""
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config:
@@ -69,7 +69,7 @@ class OptimizersContainer(torch.optim.Optimizer):
             one.zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """state.NAME.KEY and param_groups.NAME.KEY of all optimizers."""
+        """Returns state.NAME.KEY and param_groups.NAME.KEY of all optimizers."""
         flat: dict[str, Any] = {}
         for one in self.optimizers:
             _init_state(one)
@@ -82,7 +82,7 @@ class OptimizersContainer(torch.optim.Optimizer):
         return flat
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What each optimizer has of a parameter in memory says which keys are looked for."""
+        """Loads, for each parameter, the keys that its optimizer's state has in memory."""
         for one in self.optimizers:
             _init_state(one)
             state: dict[int, Any] = {}
@@ -99,13 +99,13 @@ class OptimizersContainer(torch.optim.Optimizer):
 
 
 def _init_state(optimizer: torch.optim.Optimizer) -> None:
-    """Where there is no state, torchtitan steps with gradients of zero and lr 0, as torch.distributed.checkpoint does;
-    ours has state as soon as that is asked for."""
+    """Checks that there is state. torchtitan creates it by a step with zero gradients and lr 0, as
+    torch.distributed.checkpoint does; our optimizer creates it when `state` is read."""
     assert optimizer.state
 
 
 def install() -> None:
-    """As torchtitan.components.optimizer, where that is not installed."""
+    """Installs this module as torchtitan.components.optimizer."""
     here = sys.modules[__name__]
     for name in ("torchtitan", "torchtitan.components"):
         sys.modules.setdefault(name, types.ModuleType(name))

@@ -1,10 +1,10 @@
-"""How verl 0.9 makes an optimizer of its FSDP engine, as far as ours meets it."""
+"""Rebuilds how verl 0.9 creates the optimizer of its FSDP engine, for tests of the recipe without verl."""
 
 import importlib
 from typing import Any
 
 OPTIM = "actor_rollout_ref.actor.optim."
-DEFAULTS: dict[str, Any] = {  # verl's, of optimizers under FSDP
+DEFAULTS: dict[str, Any] = {  # verl's defaults for optimizers under FSDP
     "optimizer": "AdamW",
     "optimizer_impl": "torch.optim",
     "lr": 1e-3,
@@ -15,7 +15,7 @@ DEFAULTS: dict[str, Any] = {  # verl's, of optimizers under FSDP
 
 
 def configured(lines: str, **given: Any) -> dict[str, Any]:
-    """verl's configuration of an optimizer after these arguments of its command line. A + adds a key."""
+    """Returns verl's configuration of an optimizer, given these arguments of its command line. A + adds a key."""
     config = DEFAULTS | given
     for path, value in (line.removeprefix("+").split("=", 1) for line in lines.split()):
         if path.startswith(OPTIM):
@@ -29,7 +29,8 @@ def configured(lines: str, **given: Any) -> dict[str, Any]:
 
 
 def build_optimizer(params: Any, config: dict[str, Any]) -> Any:
-    """What verl does: class by module and name; lr, weight_decay and, for a kind of Adam, betas; the rest on top."""
+    """Creates an optimizer as verl does: its class by module and name, with lr, weight_decay, betas for any Adam, and
+    the keys of override_optimizer_config."""
     options = {key: config[key] for key in ("lr", "weight_decay")}
     if "adam" in config["optimizer"].lower():
         options["betas"] = config["betas"]

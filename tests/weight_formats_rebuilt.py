@@ -1,4 +1,4 @@
-"""How verl, vLLM, slime and SkyRL make and read changes of weights, as far as ours meets them.
+"""Rebuilds how verl, vLLM, slime and SkyRL make and read changes of weights, for tests without these frameworks.
 
 Written from their public sources of August 2026: verl (checkpoint_engine/delta_sync, sglang_rollout/delta_loader), vLLM
 (weight_transfer/sparse_nccl_engine, model_loader/checkpoint_weight_patch), slime (utils/disk_delta,
@@ -18,7 +18,7 @@ Weights = dict[str, Tensor]
 
 
 def raw(t: Tensor) -> "np.ndarray[Any, Any]":
-    """The bytes of a tensor."""
+    """Returns the bytes of a tensor, without a copy if it is contiguous."""
     return t.detach().contiguous().view(-1).view(torch.uint8).numpy()
 
 
@@ -26,7 +26,7 @@ def raw(t: Tensor) -> "np.ndarray[Any, Any]":
 
 
 def load_masked(weights: Weights, name: str, shape: tuple[int, ...], indices: Tensor, values: Tensor) -> None:
-    """What both loaders come down to: NaN is "unchanged"."""
+    """Loads positions and values as both loaders do: a NaN means "unchanged"."""
     flat = torch.full((math.prod(shape),), math.nan, dtype=values.dtype)
     flat.index_copy_(0, indices.long(), values)
     loaded = flat.view(shape)
@@ -34,7 +34,7 @@ def load_masked(weights: Weights, name: str, shape: tuple[int, ...], indices: Te
 
 
 def vllm_loads(weights: Weights, patches: Any) -> None:
-    """The checks of trainer and worker, and the load."""
+    """Makes the checks of vLLM's trainer and worker, then loads."""
     for patch in patches:
         assert patch.full_shape is not None and patch.indices.dtype == torch.int32
         assert patch.indices.ndim == patch.values.ndim == 1 and patch.indices.numel() == patch.values.numel()
@@ -43,7 +43,7 @@ def vllm_loads(weights: Weights, patches: Any) -> None:
 
 
 def verl_flush(old: Weights, new: Weights) -> dict[str, Tensor]:
-    """verl's own: bits compared with a snapshot, positions and values one after the other."""
+    """Makes a message as verl does: compares bits with a snapshot, and joins positions and values of all parameters."""
     params: list[dict[str, Any]] = []
     positions, values, begin = [], [], 0
     for name, weight in new.items():
@@ -78,7 +78,7 @@ def verl_checksum(positions: Tensor, values: Tensor) -> int:
 
 
 def verl_loads(weights: Weights, tensors: Mapping[str, Tensor]) -> None:
-    """delta_loader.apply_delta, on tensors in the place of a model."""
+    """verl's delta_loader.apply_delta, on tensors in place of a model."""
     spec = json.loads(bytes(tensors["__delta_spec__"].tolist()).decode())
     positions, values = tensors["__positions__"], tensors["__values__"]
     assert spec["checksum"] == verl_checksum(positions, values)
@@ -93,7 +93,7 @@ def verl_loads(weights: Weights, tensors: Mapping[str, Tensor]) -> None:
 
 
 def slime_encodes(old: Tensor, new: Tensor, encoding: str) -> bytes:
-    """Before compression."""
+    """Returns slime's encoding of a change, before compression."""
     before, after = raw(old), raw(new)
     if encoding == "xor":
         return (before ^ after).tobytes()
@@ -105,7 +105,7 @@ def slime_encodes(old: Tensor, new: Tensor, encoding: str) -> bytes:
 def slime_applies(
     weights: Weights, version: Any, at: int, decompress: Callable[[bytes], bytes], digest: Callable[[Any], str]
 ) -> None:
-    """What an engine does with a version's folder when it is at version `at`."""
+    """Applies a version's folder as an engine does that has version `at`."""
     assert int(version.index_metadata["base_version"]) == at and int(version.index_metadata["version"]) == at + 1
     assert version.index_metadata["compression_format"] == "zstd"
     for name, payload in version.tensors.items():
@@ -122,7 +122,7 @@ def slime_applies(
 def skyrl_applies(
     weights: Weights, version: Any, at: int, decompress: Callable[[bytes], bytes], digest: Callable[[Any], str]
 ) -> None:
-    """LocalCheckpointStore, on tensors in the place of files. The manifest goes through JSON, as theirs does."""
+    """SkyRL's LocalCheckpointStore, on tensors in place of files. The manifest goes through JSON, as SkyRL's does."""
     manifest = json.loads(json.dumps(version.manifest))
     assert (manifest["version"], manifest["base_version"]) == (at + 1, at)
     assert manifest["total_compressed_num_bytes"] == sum(t.numel() for t in version.tensors.values())

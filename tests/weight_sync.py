@@ -12,7 +12,7 @@ SHAPES: list[tuple[int, ...]] = [(130, 37), (130,), (3, 5, 7), (1,), (), (0,), (
 
 
 class Layers(nn.Module):
-    """Parameters of these shapes, of which the first is frozen."""
+    """A model with parameters of these shapes, and a frozen one before them."""
 
     def __init__(self, policy: str, shapes: list[tuple[int, ...]] = SHAPES, seed: int = 0) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Layers(nn.Module):
 
 
 class Trainer:
-    """A model, its optimizer and a publisher. Gradients are a function of the step's number."""
+    """A model, its optimizer and a publisher. Gradients depend only on the number of the step."""
 
     def __init__(self, policy: str = "bf16", lr: float = 1e-5, exact: bool = False, **options: Any) -> None:
         self.model = Layers(policy)
@@ -46,17 +46,17 @@ class Trainer:
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """Copies, by name."""
+    """Returns copies of the weights, by name."""
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 class Engine:
-    """A copy of the weights that a model has now, and their subscriber."""
+    """A copy of a model's current weights, and a subscriber that updates it."""
 
     def __init__(self, model: nn.Module) -> None:
         self.tensors = weights(model)
         self.subscriber = torch_ext.WeightSubscriber(self.tensors)
 
     def differs(self, model: nn.Module) -> list[str]:
-        """The parameters whose bits are not the model's."""
+        """Returns the names of the parameters whose bits differ from the model's."""
         return [name for name, p in model.named_parameters() if bits(p) != bits(self.tensors[name])]

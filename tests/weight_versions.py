@@ -1,6 +1,6 @@
-"""Versions of weights of which one in a hundred is lost, repeated, comes too early, is damaged, or another trainer's:
-python tests/weight_versions.py --versions 100000 [--seed S]. After each, the engine has the bits of the version that it
-says it is at; whatever went wrong was refused by its name.
+"""Sends versions of weights, of which one in a hundred is lost, repeated, too early, damaged, or another trainer's:
+python tests/weight_versions.py --versions 100000 [--seed S]. After each version the engine must have the bits of the
+version that it reports, and each fault must have raised its own error.
 """
 
 import argparse
@@ -26,7 +26,7 @@ FAULTS = {
     "damaged": r"damaged|cut off|has format",
     "foreign": r"is of chain|of another model",
 }
-"""And what the error says of it."""
+"""Each fault, and a pattern of the error that it must raise."""
 
 _SHARE = 0.01
 _SIZES = {"matrix": 300, "vector": 7, "norm": 130}
@@ -37,11 +37,11 @@ class Found:
     versions: int = 0
     faults: collections.Counter[str] = field(default_factory=collections.Counter)
     wrong: list[str] = field(default_factory=list)
-    """Versions whose bits are others, and faults that were taken, or that are refused by another name."""
+    """Versions with wrong bits, and faults that raised no error or another one."""
 
 
 class _Trainer:
-    """Weights that move a little at random. A model this small is stepped in a few microseconds."""
+    """A trainer with random gradients and a model so small that a step takes a few microseconds."""
 
     def __init__(self, seed: int, exact: bool) -> None:
         self._draw = torch.Generator().manual_seed(seed)
@@ -64,7 +64,7 @@ class _Trainer:
 
 
 class _Channel:
-    """Between a trainer and its engine."""
+    """A trainer, its engine, and the deltas between them."""
 
     def __init__(self, seed: int, exact: bool) -> None:
         self._draw = random.Random(seed)
@@ -76,7 +76,7 @@ class _Channel:
         self.found = Found()
 
     def send(self) -> None:
-        """The next version, after a fault now and then."""
+        """Sends the next version, sometimes after a fault."""
         delta = self._trainer.next_version()
         self.found.versions += 1
         fault = ""
@@ -89,7 +89,7 @@ class _Channel:
         self._compare("applied")
 
     def _fault(self, fault: str, delta: bytes) -> bytes:
-        """What arrives in the place of a delta is refused; returns what brings the engine there after all."""
+        """Sends a faulty message, which must raise; returns the delta that updates the engine afterwards."""
         before = {name: t.clone() for name, t in self._engine.items()}
         wrong, right = delta, delta
         if fault in ("lost", "reordered"):

@@ -1,10 +1,10 @@
-/* A flat slice of a tensor as boxes of its elements. */
+/* tx_layout_boxes: a flat slice of a tensor as boxes of its elements. */
 #include <inttypes.h>
 
 #include "csrc/core/status.h"
 #include "csrc/torch_ext_advanced.h"
 
-/* The elements of the tensor in *numel. order: NULL, or a permutation of the dimensions. */
+/* Checks a shape and an order of its dimensions (NULL, or a permutation). *numel: number of elements. */
 static tx_status check_shape(const int64_t *shape, const int64_t *order, int64_t ndim, int64_t *numel,
                              tx_error *error) {
   *numel = 1;
@@ -27,13 +27,14 @@ static tx_status check_shape(const int64_t *shape, const int64_t *order, int64_t
   return TX_OK;
 }
 
-/* The largest box of at most `limit` elements that begins with element `at` and lies in [at, stop), which holds one at
- * least: rows of the outermost dimension whose row begins at `at`, ends by `stop` and is small enough; dimensions
- * outside of it have the extent 1, those inside are whole. Writes the box where `box` is not NULL: ndim offsets, then
- * ndim sizes. Returns its elements. */
+/* Finds the largest box of at most `limit` elements that begins with element `at` and is inside [at, stop), which is
+ * not empty. The box is a number of rows of one dimension: the outermost one of which a row begins at `at`, ends by
+ * `stop` and is small enough. Dimensions outside of it have extent 1, those inside are whole. Writes the box if `box`
+ * is not NULL: ndim offsets, then ndim sizes. Returns its number of elements. */
 static int64_t box_at(const int64_t *shape, const int64_t *order, int64_t ndim, int64_t numel, int64_t at, int64_t stop,
                       int64_t limit, int64_t *box) {
-  int64_t outer = numel, taken = 0; /* outer: elements at one index of the dimension outside, all for the first one */
+  int64_t outer = numel,
+          taken = 0; /* outer: elements per index of the enclosing dimension (for the first dimension: all) */
   for (int64_t i = 0; i < ndim; i++) {
     const int64_t dim = order ? order[i] : i;
     const int64_t row = outer / shape[dim], end = at - at % outer + outer;

@@ -1,20 +1,20 @@
-/* Which buckets travel together. Ranks compute it each for itself, from the same numbers: IEEE doubles, no contraction.
- */
+/* tx_coalesce: which buckets are sent together. Every rank computes it for itself from the same numbers: IEEE doubles,
+ * no contraction. */
 #include <inttypes.h>
 
 #include "csrc/core/fp_mode.h"
 #include "csrc/core/status.h"
 #include "csrc/torch_ext_advanced.h"
 
-/* Microseconds on the wire. A message that takes kWorth, which is what it costs processors that have enough to do, is
- * worth that by itself; one that takes less is joined until it takes kShortest, which is more, since the wire is then
- * as fast as the processors, of which all messages cost time; and no joined one takes more than kLongest. */
+/* Microseconds on the wire. A message of at least kWorth, which is what it costs processors that are busy, is sent by
+ * itself. Shorter ones are joined until the message takes kShortest. That is more than kWorth, because the wire is then
+ * as fast as the processors, and every message costs processor time. No joined message takes more than kLongest. */
 static const double kWorth = 2.5e3, kShortest = 10e3, kLongest = 16e3;
 
-/* Microseconds of a whole buffer: there is too little to hide behind backward for more than one message. */
+/* Microseconds of a whole buffer up to which it is one message: there is too little to hide behind backward. */
 static const double kAtOnce = 5e3;
 
-/* Bytes of a message that a bucket is cut into, at least: shorter ones are all overhead. */
+/* Least bytes of a message that a bucket is cut into: shorter ones are dominated by overhead. */
 static const double kLeastCut = 256 << 10;
 
 static tx_status check(const tx_coalesce_args *args, const int64_t *ends, const int64_t *n_messages, tx_error *error) {
@@ -39,7 +39,7 @@ static tx_status check(const tx_coalesce_args *args, const int64_t *ends, const 
   return TX_OK;
 }
 
-/* Whether there is a bucket b, and neighbours may have it along. */
+/* Whether bucket b exists and is in the buffer of bucket `first`, so that they may be joined. */
 static int same_buffer(const tx_coalesce_args *args, int64_t first, int64_t b) {
   return b < args->n_buckets && args->buffer[b] == args->buffer[first];
 }
@@ -56,22 +56,22 @@ int32_t tx_coalesce_whole(int64_t buffer_bytes) {
   return buffer_bytes <= 2 * TX_COALESCE_SMALL;
 }
 
-/* Bytes of the buffer whose first bucket this is. */
-static int64_t of_buffer(const tx_coalesce_args *args, int64_t first) {
+/* Bytes of the buffer that begins with bucket `first`. */
+static int64_t bytes_of_buffer(const tx_coalesce_args *args, int64_t first) {
   int64_t sum = 0;
   for (int64_t b = first; same_buffer(args, first, b); b++)
     if (__builtin_add_overflow(sum, args->bytes[b], &sum)) return INT64_MAX;
   return sum;
 }
 
-/* Microseconds that a byte of a bucket takes: the other ranks' parts of it are sent, and where all ranks want the sum,
- * this rank's sum to each of them. */
+/* Microseconds per byte of a bucket: a rank sends the other ranks' parts and, if all ranks want the sum, its own sum to
+ * each of them. */
 static double each_byte(const tx_coalesce_args *args) {
   const double sent = (1 - 1 / (double)args->world) * (args->sharded ? 1 : 2);
   return sent * 8e-3 / args->link_gbps;
 }
 
-/* Bytes of joined buckets, at most. all: of their buffer. */
+/* The most bytes of joined buckets. all: bytes of their buffer. each: microseconds per byte. */
 static double most(const tx_coalesce_args *args, int64_t all, double each) {
   if (!args->compressed && tx_coalesce_whole(all) && (double)all * each <= kAtOnce) return (double)all;
   const double limit = (double)tx_coalesce_most(all, args->sharded, args->compressed);
@@ -97,7 +97,8 @@ static tx_status join(const tx_coalesce_args *args, int64_t *ends, int64_t *n_me
   double limit = 0;
   *n_messages = 0;
   for (int64_t first = 0; first < args->n_buckets;) {
-    if (known && (first == 0 || !same_buffer(args, first - 1, first))) limit = most(args, of_buffer(args, first), each);
+    if (known && (first == 0 || !same_buffer(args, first - 1, first)))
+      limit = most(args, bytes_of_buffer(args, first), each);
     double carried = (double)args->bytes[first];
     int64_t end = first + 1;
     for (const int joins = carried * each < kWorth; joins && carried * each < kShortest; end++) {

@@ -1,11 +1,11 @@
-/* Looking dtypes up in the lists of combos.def. */
+/* Lookups of dtypes in the lists of combos.def. */
 #ifndef TX_CORE_COMBOS_H
 #define TX_CORE_COMBOS_H
 
 #include "csrc/core/combos.def"
 #include "csrc/torch_ext.h"
 
-/* Position in the list; -1: not in it. */
+/* Return the index in the list; -1: not in it. */
 #define TX_COMBO_MATCH_(index, name, value) \
   if ((value) == TX_##name) return index;
 static inline int tx_combo_grad(tx_dtype grad) {
@@ -18,7 +18,7 @@ static inline int tx_combo_moment(tx_dtype moment) {
 }
 #undef TX_COMBO_MATCH_
 
-/* master: TX_NONE where there is none. */
+/* master: TX_NONE if there is none. */
 #define TX_COMBO_MATCH_(index, param_name, master_name, param, master) \
   if ((param) == TX_##param_name && (master) == TX_##master_name) return index;
 static inline int tx_combo_weight(tx_dtype param, tx_dtype master) {

@@ -1,28 +1,28 @@
-/* What a compressed message consists of; what it means: csrc/math/compress_block.h. */
+/* The layout of a compressed message. The meaning of its fields is in csrc/math/compress_block.h. */
 #ifndef TX_CORE_COMPRESSED_H
 #define TX_CORE_COMPRESSED_H
 
 #include "csrc/torch_ext.h"
 
-/* A message in memory: `blocks` of each but escapes, of which there is space for `most`. One after the other, behind
- * the number of escapes (int64), in this order. */
+/* A message in memory: the number of escapes (int64), then the arrays below in this order. There are `blocks` entries
+ * of each array, and room for `most` escapes. */
 typedef struct tx_compressed {
   int64_t blocks, most;
-  uint8_t *tops, *counts; /* of a block: its greatest exponent, its number of escapes */
-  uint8_t *low;           /* of a block TX_BLOCK bytes: sign and significand */
-  uint8_t *codes;         /* of a block TX_BLOCK / 2 bytes: element i in the lower half of byte i, the other half of the
-                             block in the upper */
-  uint8_t *escapes;       /* two bytes each, in the order of elements */
+  uint8_t *tops, *counts; /* per block: its greatest exponent, its number of escapes */
+  uint8_t *low;           /* per block TX_BLOCK bytes: sign and significand */
+  uint8_t *codes;   /* per block TX_BLOCK / 2 bytes: byte i has element i in its lower half, element i + TX_BLOCK / 2 in
+                       its upper half */
+  uint8_t *escapes; /* two bytes each, in the order of elements */
 } tx_compressed;
 
-/* What stands for their number where elements are sent as they are. */
+/* Stands in place of the number of escapes if elements are sent uncompressed. */
 #define TX_COMPRESSED_NOT ((int64_t)-1)
 
 static inline int64_t tx_compressed_most(int64_t blocks) {
   return blocks / 4 + 16;
 }
 
-/* Where escapes begin: everything before them. */
+/* The byte at which the escapes begin. */
 static inline int64_t tx_compressed_fixed(int64_t blocks) {
   return (int64_t)sizeof(int64_t) + blocks * (2 + TX_BLOCK + TX_BLOCK / 2);
 }

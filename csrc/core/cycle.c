@@ -1,4 +1,4 @@
-/* The machine of torch_ext_cycle.h, Note [the cycle] there: its memory, what it is told, and what it knows. */
+/* The state machine of torch_ext_cycle.h (Note [the cycle]): its memory, events and queries. */
 #include "csrc/core/cycle.h"
 
 #include <inttypes.h>
@@ -83,7 +83,7 @@ static tx_status check_args(const void *memory, int64_t bytes, const tx_cycle_ar
   return TX_OK;
 }
 
-/* Every bucket is a message. */
+/* Makes every bucket a message of its own. */
 static void send_each(tx_cycle *c) {
   if (c->args.n_buckets > 0) memset(c->ends, 1, (size_t)c->args.n_buckets);
 }
@@ -172,7 +172,7 @@ tx_cycle_answer tx_cycle_begin(tx_cycle *c, int32_t sync, int32_t steps) {
   return 0;
 }
 
-/* What is to be done with `.grad`, of which an earlier reduction left `reduced`, before it counts in the next sum. */
+/* What must be done with `.grad` before it counts in the next sum. reduced: whether an earlier reduction left it. */
 static int32_t prepare(const tx_cycle *c, int reduced, int32_t grad) {
   if (!c->row->in_grad) return 0;
   if (!c->row->sharded) return reduced && c->args.scales_sums ? TX_PREPARE_MULTIPLY : 0;
@@ -180,7 +180,7 @@ static int32_t prepare(const tx_cycle *c, int reduced, int32_t grad) {
   return reduced ? TX_PREPARE_SET_ASIDE : 0;
 }
 
-/* Whether `.grad` is what an earlier reduction left; from here on it counts as this rank's. */
+/* Whether an earlier reduction left `.grad`. From now on it counts as this rank's own gradient. */
 static int take_reduced(tx_cycle *c, int64_t i, int32_t grad) {
   const int reduced = c->already[i] && c->row->in_grad && grad == TX_GRAD_IN_PLACE;
   c->already[i] = 0;
@@ -233,7 +233,7 @@ tx_cycle_answer tx_cycle_given(tx_cycle *c, int64_t bucket, int64_t numel, int32
     return tx_cycle_refuse(c, "%" PRId64 " elements are handed over; legal: 0 ... %" PRId64, numel, TX_CYCLE_CALL - 1);
   }
   c->n_given++;
-  /* Both numbers wrap: what counts is whether they are equal. */
+  /* Both numbers may wrap: they are only compared for equality. */
   c->units[bucket] = (int64_t)((uint64_t)c->units[bucket] + (uint64_t)(TX_CYCLE_CALL + numel));
   c->is_last = last;
   if (message) {
@@ -245,7 +245,7 @@ tx_cycle_answer tx_cycle_given(tx_cycle *c, int64_t bucket, int64_t numel, int32
 
 tx_cycle_answer tx_cycle_end(tx_cycle *c) {
   if (c->phase == TX_PHASE_ACCUMULATING || (c->row->given && c->phase == TX_PHASE_REDUCING && c->n_given == 0)) {
-    c->phase = TX_PHASE_IDLE; /* the second: a backward to inputs only */
+    c->phase = TX_PHASE_IDLE; /* the second case: a backward that computes gradients of inputs only */
     return 0;
   }
   if (c->phase != TX_PHASE_REDUCING) return tx_cycle_refuse(c, "a backward ends that has not begun");
@@ -258,7 +258,8 @@ tx_cycle_answer tx_cycle_end(tx_cycle *c) {
 int32_t tx_cycle_missing(tx_cycle *c, int64_t i, int32_t grad, int32_t requires_grad) {
   if (!is_param(c, i)) return 0;
   const int held = grad != TX_GRAD_NONE, reduced = take_reduced(c, i, grad);
-  if (!held && !c->row->every_backward) c->state[i] = TX_STATE_MISSING; /* an earlier one of this cycle was dropped */
+  if (!held && !c->row->every_backward)
+    c->state[i] = TX_STATE_MISSING; /* an earlier gradient of this cycle was dropped */
   if (!c->state[i] && !requires_grad) c->state[i] = TX_STATE_FROZEN;
   if (held) c->state[i] |= reduced ? TX_STATE_REDUCED : TX_STATE_HELD;
   if (!c->row->in_grad) return held ? TX_PREPARE_TAKE : 0;
@@ -273,12 +274,13 @@ void tx_cycle_fail(tx_cycle *c, const char *text) {
 }
 
 void tx_cycle_died(tx_cycle *c, const uint8_t *modified) {
-  /* Whether it was sent, the driver alone knows. */
+  /* Only the driver knows whether the message was sent. */
   if (c->current.kind == TX_DO_SEND) c->unacknowledged = c->current.message;
   c->current.kind = TX_DO_NOTHING;
   if (c->phase == TX_PHASE_RECOVERING) return;
   if (c->phase == TX_PHASE_CLOSING && c->step >= TX_STEP_INSTALL) {
-    /* All sums are there: they are installed. What the others were told this rank learns before it steps. */
+    /* All sums are complete, and will be installed. If the other ranks raised a verdict, this rank learns of it before
+     * it steps. */
     if (c->verdict[0]) tx_cycle_notice_partly_stepped(c);
     c->verdict[0] = '\0';
     return;
@@ -300,7 +302,7 @@ void tx_cycle_zero(tx_cycle *c, const int64_t *params, int64_t n) {
   }
 }
 
-/* -- what it knows ------------------------------------------------------------------------------------------------ */
+/* -- queries ------------------------------------------------------------------------------------------------------ */
 
 int32_t tx_cycle_phase_of(const tx_cycle *c) {
   return c->phase;

@@ -1,4 +1,5 @@
-/* What a machine (Note [the cycle]) asks its driver to do, one thing at a time, and what it makes of the answers. */
+/* The actions that a machine (Note [the cycle]) asks its driver to do, one at a time, and its reactions to the
+ * acknowledgements. */
 #include <string.h>
 
 #include "csrc/core/cycle.h"
@@ -13,7 +14,7 @@ static int32_t wait_for_oldest(tx_cycle *c, int32_t flags) {
   return TX_DO_WAIT;
 }
 
-/* Of the slots: joined buckets need more memory. */
+/* The number of slots that a message of buckets [first, end) takes: joined buckets need more memory than one bucket. */
 static int64_t slots_of(const tx_cycle *c, int64_t first, int64_t end) {
   const int64_t all = c->args.slots, n = c->args.n_buckets;
   if (c->row->given || end - first == 1) return 1;
@@ -42,7 +43,7 @@ static int32_t send(tx_cycle *c, int64_t first, int64_t end) {
   return TX_DO_SEND;
 }
 
-/* What was handed over, or the buckets that are complete. */
+/* The next action that sends: gradients that torch handed over, or buckets that are complete. */
 static int32_t next_of_sending(tx_cycle *c) {
   if (c->checking >= 0) return hand_out(c, TX_DO_CHECK, c->checking);
   if (c->row->given) return c->given < 0 ? TX_DO_NOTHING : send(c, c->given, c->given + 1);
@@ -64,7 +65,7 @@ static int32_t next_of_inspecting(tx_cycle *c) {
   return TX_DO_NOTHING;
 }
 
-/* The sums are there, or worth nothing: the next backward is another cycle. */
+/* Ends the cycle once its sums are complete or invalid: the next backward begins another cycle. */
 static void end_cycle(tx_cycle *c) {
   const size_t n = (size_t)c->args.n_params;
   c->number++;
@@ -81,7 +82,7 @@ static int32_t raise_verdict(tx_cycle *c) {
   return TX_DO_RAISE;
 }
 
-/* One step of CLOSING; TX_DO_NOTHING where that has nothing (more) to do. */
+/* The next action of the current step of CLOSING; TX_DO_NOTHING if the step has no (more) actions. */
 static int32_t next_in_step(tx_cycle *c) {
   const int before_last = c->row->reports == TX_REPORTS_BEFORE_LAST;
   switch (c->step) {
@@ -96,7 +97,8 @@ static int32_t next_in_step(tx_cycle *c) {
     case TX_STEP_READ_FIRST:
       return c->row->reports == TX_REPORTS_FIRST ? hand_out(c, TX_DO_READ, 0) : TX_DO_NOTHING;
     case TX_STEP_WAIT:
-      if (tx_cycle_has_failed(c) && c->verdict[0]) return TX_DO_NOTHING; /* others did not send the same */
+      if (tx_cycle_has_failed(c) && c->verdict[0])
+        return TX_DO_NOTHING; /* other ranks sent different messages, which never complete */
       return c->n_answered < c->n_messages ? wait_for_oldest(c, 0) : TX_DO_NOTHING;
     case TX_STEP_READ:
       return c->row->reports == TX_REPORTS_LAST ? hand_out(c, TX_DO_READ, 0) : TX_DO_NOTHING;
@@ -116,7 +118,7 @@ static int32_t next_of_closing(tx_cycle *c) {
   return raise_verdict(c);
 }
 
-/* A hook's reports are exchanged when its last bucket is complete, before it is sent. */
+/* DDP hook: the reports are exchanged when the last bucket is complete, before it is sent. */
 static int32_t next_of_last(tx_cycle *c) {
   if (c->checking >= 0) return next_of_sending(c);
   if (c->args.check_for_nan && !c->reported) return hand_out(c, TX_DO_REPORT, 0);
@@ -126,8 +128,8 @@ static int32_t next_of_last(tx_cycle *c) {
   return next_of_closing(c);
 }
 
-/* What was complete when the backward died is sent before, as it was by ranks that were told of each gradient at once.
- */
+/* Before it recovers, a machine sends the buckets that were complete when the backward died: ranks that were told of
+ * each gradient at once have sent them too. */
 static int32_t next_of_recovering(tx_cycle *c) {
   if (!tx_cycle_has_failed(c)) {
     const int sends = !c->row->given && !c->may_reorder && c->unacknowledged < 0;
@@ -152,13 +154,13 @@ static int32_t next_of_recovering(tx_cycle *c) {
   return hand_out(c, TX_DO_RECOVERED, 0);
 }
 
-/* Between backwards: weights that a step left to be gathered, in the order in which that began. */
+/* Between backwards: waits for the all-gathers that a step did not wait for, in the order in which they began. */
 static void next_of_stepping(tx_cycle *c) {
   if (c->n_gathered == c->n_gathers || tx_cycle_has_failed(c)) return;
   c->current = (tx_cycle_action){.kind = TX_DO_WEIGHTS, .message = c->n_gathered};
 }
 
-/* After a failure of the exchange nothing more of this backward is sent or waited for, until it has died. */
+/* Whether nothing more can be sent or waited for, after a failure of the exchange, until this backward has died. */
 static int is_stuck(const tx_cycle *c) {
   const int sends = c->phase == TX_PHASE_REDUCING || (c->phase == TX_PHASE_CLOSING && c->step < TX_STEP_INSTALL);
   return sends && tx_cycle_has_failed(c) && !c->verdict[0];

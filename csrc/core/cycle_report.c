@@ -1,9 +1,12 @@
-/* What ranks tell each other at the end of a cycle, and the verdict that every rank draws from it: the same, in the
- * same words.
+/* The reports that ranks exchange at the end of a cycle, and the verdict that every rank derives from them, in the same
+ * words.
  *
- * A report: int64 cycle and, in steps of TX_CYCLE_STEP, how often this rank has stepped; int64 position of a parameter
- * with a gradient that is not finite, or -1; of TX_CYCLE_UNITS for each unit the elements that were reduced and, in
- * steps of TX_CYCLE_CALL, how often; and, where the kind tells states, one byte for each parameter. */
+ * A report consists of
+ *   - int64: the cycle and, times TX_CYCLE_STEP, how many steps this rank has made;
+ *   - int64: position of a parameter whose gradient is not finite, or -1;
+ *   - for TX_CYCLE_UNITS an int64 per unit: the elements that were reduced and, times TX_CYCLE_CALL, how many
+ *     reductions;
+ *   - if the kind has tells_states, one byte per parameter: TX_STATE_*. */
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
@@ -17,7 +20,7 @@ static int64_t n_units(const tx_cycle *c) {
   return c->args.kind == TX_CYCLE_UNITS ? c->args.n_buckets : 0;
 }
 
-/* Where the parameters' states begin. */
+/* The byte of a report at which the parameters' states begin. */
 static int64_t states_at(const tx_cycle *c) {
   return 8 * (2 + n_units(c));
 }
@@ -26,7 +29,7 @@ int64_t tx_cycle_report_bytes(const tx_cycle *c) {
   return states_at(c) + (c->row->tells_states ? c->args.n_params : 0);
 }
 
-/* Both numbers wrap: what counts is whether they are equal. */
+/* Both numbers may wrap: they are only compared for equality. */
 static int64_t place_of(const tx_cycle *c) {
   return c->number % TX_CYCLE_STEP + c->n_steps % (TX_CYCLE_STEP / 4) * TX_CYCLE_STEP;
 }
@@ -38,7 +41,8 @@ void tx_cycle_report(tx_cycle *c, int64_t nonfinite, const uint8_t *requires_gra
   if (!c->row->tells_states) return;
   uint8_t *states = report + states_at(c);
   for (int64_t i = 0; i < c->args.n_params; i++) {
-    /* A planned gradient may have been ready before its parameter was frozen; torch reduces none of a frozen one. */
+    /* A gradient of a planned bucket may have been ready before its parameter was frozen. torch itself reduces no
+     * gradients of frozen parameters. */
     const int frozen = !requires_grad[i] && (!c->row->given || !c->state[i]);
     states[i] = (uint8_t)(c->state[i] | (frozen ? TX_STATE_FROZEN : 0));
   }
@@ -55,7 +59,8 @@ void tx_cycle_add_names(tx_text *text, const tx_cycle *c, const uint8_t *chosen)
   if (found > SHOWN) tx_text_add(text, " and %" PRId64 " more", found - SHOWN);
 }
 
-/* "rank 1", "ranks 1, 3": those of whose states `mask` is, or is not, of parameter i. */
+/* Appends "rank 1" or "ranks 1, 3": the ranks whose state of parameter i has (is = 1) or has not (is = 0) a bit of
+ * `mask`. */
 static void add_ranks(tx_text *text, const tx_cycle *c, const uint8_t *const *states, int64_t i, uint8_t mask, int is) {
   int n = 0;
   for (int r = 0; r < c->args.world; r++)
@@ -69,7 +74,8 @@ static void add_ranks(tx_text *text, const tx_cycle *c, const uint8_t *const *st
   }
 }
 
-/* A verdict is a list of parameters and ranks, and what to do about them: for that there is room behind any list. */
+/* A verdict is a list of parameters and ranks, then what to do about it: REMEDY bytes are reserved for the latter, so
+ * that a long list cannot displace it. */
 enum { REMEDY = 512 };
 
 static tx_text list_of(tx_cycle *c) {
@@ -89,10 +95,11 @@ static int64_t word_of(const uint8_t *report, int64_t k) {
   return word;
 }
 
-/* -- verdicts: each writes one, if there is one, and returns whether there is ------------------------------------- */
+/* -- verdicts: each function returns whether it has a verdict, and writes it --------------------------------------- */
 
-/* Whether every rank ends the same cycle, after as many steps. A rank whose loss depended on nothing reduces nothing
- * and reports nothing, so that its next backward would answer the others' last one: its steps tell. */
+/* Verdict if the ranks do not end the same cycle after the same number of steps. The cycle alone is not enough: a rank
+ * whose loss depended on no parameter reduces and reports nothing, so its next backward would answer the other ranks'
+ * previous one. Its number of steps reveals that. */
 static int judge_places(tx_cycle *c, const uint8_t *const *reports) {
   const int64_t own = place_of(c);
   for (int r = 0; r < c->args.world; r++) {
@@ -155,7 +162,8 @@ static int is_missing(uint8_t state) {
   return (state & (TX_STATE_READY | TX_STATE_FROZEN)) == 0;
 }
 
-/* Names of the parameters that ranks [first, end) miss: of some of them. Uses `left`, which is not decided yet. */
+/* Appends names of the parameters without a gradient on any of the ranks [first, end). Uses `left`, which is not
+ * decided yet, as workspace. Returns whether there are any. */
 static int add_missing(tx_text *text, tx_cycle *c, const uint8_t *const *states, int first, int end) {
   int found = 0;
   for (int64_t i = 0; i < c->args.n_params; i++) {
@@ -194,7 +202,7 @@ static int judge_missing(tx_cycle *c, const uint8_t *const *states) {
   return found;
 }
 
-/* Where the ranks did not reduce the same gradients one would wait for ever. */
+/* Verdict if the ranks did not reduce the same gradients: waiting for them could last forever. */
 static int judge_units(tx_cycle *c, const uint8_t *const *reports) {
   for (int64_t u = 0; u < n_units(c); u++) {
     int differ = 0;
@@ -217,7 +225,7 @@ static int judge_units(tx_cycle *c, const uint8_t *const *reports) {
   return 0;
 }
 
-/* Which parameters have a gradient on some rank; which have on every rank what an earlier reduction left. */
+/* Decides `anywhere` (some rank has a gradient) and `left` (every rank has what an earlier reduction left). */
 static void agree(tx_cycle *c, const uint8_t *const *states) {
   for (int64_t i = 0; i < c->args.n_params; i++) {
     uint8_t any = 0, all = 0xFF;
@@ -230,7 +238,7 @@ static void agree(tx_cycle *c, const uint8_t *const *states) {
   }
 }
 
-/* The verdict, if there is one; 1 where it is final. */
+/* Finds the verdict, if there is one. Returns 1 if it is a permanent failure. */
 static int judge(tx_cycle *c, const uint8_t *const *reports, const uint8_t *const *states) {
   if (!c->row->tells_states) {
     judge_finite(c, reports);
@@ -245,7 +253,7 @@ static int judge(tx_cycle *c, const uint8_t *const *reports, const uint8_t *cons
 }
 
 void tx_cycle_read(tx_cycle *c, const uint8_t *const *reports, const uint8_t **states, int32_t held_back) {
-  if (c->phase == TX_PHASE_RECOVERING) return; /* they are about sums that are worth nothing */
+  if (c->phase == TX_PHASE_RECOVERING) return; /* the reports are about sums that are invalid */
   for (int r = 0; r < c->args.world; r++)
     states[r] = reports[r] + states_at(c);
   c->held_back = held_back;

@@ -1,5 +1,5 @@
-/* What a machine (Note [the cycle]) knows of steps: whether gradients may be stepped, and whether the last step has
- * written all weights, and all of them have come. */
+/* What a machine (Note [the cycle]) knows about optimizer steps: whether gradients may be stepped, and whether the last
+ * step has written all weights and their all-gathers are complete. */
 #include <inttypes.h>
 
 #include "csrc/core/cycle.h"
@@ -75,8 +75,9 @@ int64_t tx_cycle_gathering(tx_cycle *c) {
 }
 
 void tx_cycle_stepped(tx_cycle *c) {
-  /* Counted as it was when it was checked: one that was interrupted before it wrote anything was never here. Ranks of a
-   * DistributedDataParallel may take fewer steps than others (its join()). */
+  /* The second count of a step; tx_cycle_check_step made the first. A step that was interrupted before it wrote
+   * anything does not get here and so has another count. With DistributedDataParallel (join()) a rank may make fewer
+   * steps than others. */
   if (c->stepping && c->args.kind != TX_CYCLE_DDP_HOOK) c->n_steps++;
   c->stepping = 0;
 }

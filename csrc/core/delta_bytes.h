@@ -1,5 +1,5 @@
-/* Bytes of messages: numbers, little-endian or as varints (7 bits a byte, the lowest first), and the checksum of parts,
- * which is XXH64 (Collet 2014) with seed 0. */
+/* The bytes of delta messages: numbers, little-endian or as varints (7 bits per byte, the lowest first), and the
+ * checksum of parts, which is XXH64 (Collet 2014) with seed 0. */
 #ifndef TX_CORE_DELTA_BYTES_H
 #define TX_CORE_DELTA_BYTES_H
 
@@ -25,7 +25,7 @@ static inline uint8_t *tx_put_u32(uint8_t *to, uint32_t value) {
   return to + sizeof value;
 }
 
-#define TX_VARINT_MOST 9 /* bytes of a number < 2^63 */
+#define TX_VARINT_MOST 9 /* bytes of the largest number, < 2^63 */
 static inline uint8_t *tx_put_varint(uint8_t *to, int64_t value) {
   for (; value >= 0x80; value >>= 7)
     *to++ = (uint8_t)(value & 0x7f) | 0x80;
@@ -33,7 +33,7 @@ static inline uint8_t *tx_put_varint(uint8_t *to, int64_t value) {
   return to;
 }
 
-/* A part of a message that is read from its begin on. Once something is not there, all that follows is 0. */
+/* A cursor over bytes of a message. Once a read goes past the end, `failed` is set and all further reads give 0. */
 typedef struct tx_bytes {
   const uint8_t *at, *end;
   int failed;

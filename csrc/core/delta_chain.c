@@ -1,4 +1,4 @@
-/* Chains at version 0, and parts that are of one. */
+/* Delta chains: begins them at version 0, and checks that parts belong to one chain. */
 #include <inttypes.h>
 
 #include "csrc/core/delta_part.h"

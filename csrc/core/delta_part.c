@@ -1,4 +1,4 @@
-/* Parts of deltas: reading them and what follows from their headers. */
+/* Reads the parts of deltas, sorts them, and computes links and the model's fingerprint. */
 #include "csrc/core/delta_part.h"
 
 #include <inttypes.h>
@@ -26,7 +26,7 @@ static int is_plausible(const tx_delta_part *p, int64_t table) {
 
 tx_status tx_delta_part_read(const char *what, const uint8_t *message, int64_t at, int64_t n, tx_delta_part *part,
                              tx_error *error) {
-  const uint8_t *b = at > 0 ? message + at : message; /* which may be NULL */
+  const uint8_t *b = at > 0 ? message + at : message; /* message may be NULL */
   if (n - at < 16 || tx_get_u64(b) != TX_DELTA_MAGIC) {
     return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
                    "%s has no part of a delta at byte %" PRId64 " of %" PRId64

@@ -1,22 +1,22 @@
-/* Parts of versions as bytes:
+/* The bytes of a part of a version:
  *
  *   header     TX_DELTA_HEADER bytes, fields at the offsets below
- *   table      of parameters, in full messages and in version 1: of each the numel (varint), the dtype (one byte) and
- *              the name with its NUL
- *   runs       of each the index of its parameter, offset and numel (varints), flags (one byte), the sum of what is
- *              touched (4 bytes), the sum of all weights (4 bytes, where TX_DELTA_RUN_FULL) and the bytes of its
- *              segments (varint), then these, each after its bytes (varint)
+ *   table      of parameters, in full messages and in version 1: for each its numel (varint), dtype (one byte) and
+ *              name with its NUL
+ *   runs       for each run the index of its parameter, offset and numel (varints), flags (one byte), the sum over the
+ *              touched weights (4 bytes), the sum over all weights (4 bytes, if TX_DELTA_RUN_FULL), the bytes of all
+ *              its segments (varint), then the segments, each preceded by its length (varint)
  *   checksum   XXH64 of everything before it
  *
- * The link of a part is a hash of the checksum and of the link before, so two chains that differ once have other links
- * for ever. */
+ * The link of a part is a hash of its checksum and the previous link, so two chains that differed once have different
+ * links for ever. */
 #ifndef TX_CORE_DELTA_PART_H
 #define TX_CORE_DELTA_PART_H
 
 #include "csrc/core/delta_bytes.h"
 #include "csrc/torch_ext_delta.h"
 
-#define TX_DELTA_MAGIC UINT64_C(0x0a1a41544c445854) /* "TXDLTA", and two bytes that no text has */
+#define TX_DELTA_MAGIC UINT64_C(0x0a1a41544c445854) /* "TXDLTA" and two bytes that do not occur in text */
 #define TX_DELTA_FORMAT 1
 
 enum {
@@ -37,7 +37,7 @@ enum {
 };
 #define TX_DELTA_CHECKSUM_BYTES 8
 
-/* A part, its header read and its checksum right. Pointers are into the message. */
+/* A part whose header is read and whose checksum is right. Pointers are into the message. */
 typedef struct tx_delta_part {
   const uint8_t *bytes;
   int64_t n_bytes;
@@ -47,7 +47,7 @@ typedef struct tx_delta_part {
   tx_bytes table, runs;
 } tx_delta_part;
 
-/* The part that begins the bytes [at, n) of a message. `what` names the message in errors ("message 2"). */
+/* Reads the part at the start of bytes [at, n) of a message. `what` names the message in errors ("message 2"). */
 tx_status tx_delta_part_read(const char *what, const uint8_t *message, int64_t at, int64_t n, tx_delta_part *part,
                              tx_error *error);
 
@@ -59,24 +59,24 @@ typedef struct tx_delta_piece_of {
   tx_bytes segments;
 } tx_delta_piece_of;
 
-/* The next run; fails (runs->failed) where there is none. */
+/* Reads the next run; sets runs->failed if there is none. */
 tx_delta_piece_of tx_delta_run_next(tx_bytes *runs);
 
-/* Sorts them: by version, full ones before changes of the same version, by part. */
+/* Sorts parts by version, then full messages before changes, then by part. */
 void tx_delta_parts_sort(tx_delta_part *parts, int64_t n);
 
-/* Whether sorted parts are of one chain, their versions follow each other, and no part is there twice. */
+/* Checks that sorted parts are of one chain, that their versions follow each other, and that no part occurs twice. */
 tx_status tx_delta_parts_check(const tx_delta_part *parts, int64_t n, tx_error *error);
 
-/* The link that follows a part. */
+/* The link that the next part of the same rank must name. */
 uint64_t tx_delta_link(const tx_delta_part *part);
 /* The link of version 0. */
 uint64_t tx_delta_first_link(const uint64_t *id, uint64_t model, int32_t part, int32_t parts);
 
-/* Whether the table is one; its fingerprint. */
+/* Checks a table of parameters and computes its fingerprint. */
 tx_status tx_delta_model(int64_t n, const tx_delta_param *params, uint64_t *model, tx_error *error);
 
-/* "3f2a..." of a chain, into 17 bytes. */
+/* Writes the beginning of a chain's id, "3f2a...", into 17 bytes, and returns them. */
 const char *tx_delta_id_text(const uint64_t *id, char *text);
 
 #endif

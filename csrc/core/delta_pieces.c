@@ -1,4 +1,4 @@
-/* Finding elements of parameters in an engine's memory. */
+/* Finds elements of parameters in an engine's memory. */
 #include "csrc/core/delta_pieces.h"
 
 #include <string.h>

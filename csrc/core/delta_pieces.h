@@ -8,8 +8,8 @@ static inline int64_t tx_delta_item(tx_dtype dtype) {
   return dtype == TX_F32 ? 4 : 2;
 }
 
-/* The address of element x of a parameter in a piece that has it; NULL where the piece does not, or has no memory.
- * has: set to whether it does. */
+/* The address of element x of a parameter in a piece; NULL if the piece does not contain it, or has no memory. has: set
+ * to whether the piece contains it. */
 static inline char *tx_delta_address(const tx_delta_piece *p, int64_t x, int64_t item, int *has) {
   const int64_t at = x - p->first;
   const int64_t row = p->rows > 1 ? at / p->step : 0;
@@ -19,15 +19,16 @@ static inline char *tx_delta_address(const tx_delta_piece *p, int64_t x, int64_t
   return (char *)p->data + (row * p->row_stride + column * p->column_stride) * item;
 }
 
-/* Elements [begin, begin + n) of a parameter where they lie together; NULL where they don't. pieces: those of the
- * parameter. */
+/* The address of elements [begin, begin + n) of a parameter if they are contiguous in memory; else NULL. pieces: those
+ * of the parameter. item: bytes per element. */
 char *tx_delta_together(const tx_delta_piece *pieces, int64_t n_pieces, int64_t begin, int64_t n, int64_t item);
 
-/* Their values and which of them are held (a byte each); returns how many are. */
+/* Copies the values of elements [begin, begin + n), and writes for each a byte that says whether it is held; returns
+ * how many are. */
 int64_t tx_delta_gather(const tx_delta_piece *pieces, int64_t n_pieces, int64_t begin, int64_t n, int64_t item,
                         void *values, uint8_t *held);
 
-/* Address of one of them; NULL where it is not held. */
+/* The address of element x; NULL if it is not held. */
 char *tx_delta_find_element(const tx_delta_piece *pieces, int64_t n_pieces, int64_t x, int64_t item);
 
 #endif

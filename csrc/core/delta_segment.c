@@ -1,4 +1,4 @@
-/* Taking a segment of a delta apart. */
+/* Reads a segment of a delta. */
 #include "csrc/core/delta_segment.h"
 
 #include <string.h>
@@ -18,7 +18,7 @@ static int are_flags(uint32_t flags, tx_dtype dtype) {
   const uint32_t log = flags & TX_DELTA_CLASSES_LOG;
   const int bounded = (flags & TX_DELTA_BOUNDED) != 0;
   if (flags > TX_DELTA_ALL_FLAGS || log > 2 || (flags & TX_DELTA_GRAIN) >> 2 > 2) return 0;
-  if (flags >> 9 >> (1u << log)) return 0; /* classes that there are not */
+  if (flags >> 9 >> (1u << log)) return 0; /* flags of classes that do not exist */
   if (log > 0 && (!bounded || flags & TX_DELTA_SLICEABLE || dtype == TX_F32)) return 0;
   return bounded || flags & TX_DELTA_EXACT;
 }

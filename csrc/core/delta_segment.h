@@ -1,14 +1,16 @@
-/* What a run of a delta consists of: segments of TX_DELTA_SEGMENT weights, which are coded by themselves, of blocks of
- * TX_DELTA_BLOCK. A segment in bytes (numbers are varints but where a size is given):
+/* The segments of a delta's run. A segment has TX_DELTA_SEGMENT weights, in blocks of TX_DELTA_BLOCK, and is coded by
+ * itself. Its bytes (numbers are varints unless a size is given):
  *
  *   flags              2 bytes, tx_delta_flags
- *   changed            weights in the blocks that are not dense: a start for the means of gaps; no more change there
- *   dense              where TX_DELTA_DENSE: 2 bytes, bit b says that block b is; then the bytes of their weights
- *   bound              where TX_DELTA_BOUNDED: 2 bytes, the code of the first block's bound
+ *   changed            number of changed weights in the blocks that are not dense, from which the means of gaps start;
+ *                      the real number is not larger
+ *   dense              if TX_DELTA_DENSE: 2 bytes, bit b is set if block b is dense; then the bytes of the dense
+ *                      weights
+ *   bound              if TX_DELTA_BOUNDED: 2 bytes, the code of the first block's bound
  *   sizes              of each stream but the last one
- *   streams            positions of each class, of those that are unsure (with several classes), bounds (where
- *                      TX_DELTA_BOUNDED), values
- *   weights            of the dense blocks, as tx_planes_encode has them
+ *   streams            positions of each class; positions of the unsure ones (if there are several classes); bounds
+ *                      (if TX_DELTA_BOUNDED); values
+ *   weights            of the dense blocks, as tx_planes_encode encodes them
  *
  * A segment in which nothing changed has no bytes. */
 #ifndef TX_CORE_DELTA_SEGMENT_H
@@ -19,19 +21,19 @@
 #include "csrc/torch_ext.h"
 
 #define TX_DELTA_BLOCK 8192
-#define TX_DELTA_BLOCKS 16 /* of a segment */
+#define TX_DELTA_BLOCKS 16 /* blocks per segment */
 #define TX_DELTA_SEGMENT (TX_DELTA_BLOCK * TX_DELTA_BLOCKS)
 #define TX_DELTA_CLASSES 4
 
 typedef enum tx_delta_flags {
   TX_DELTA_CLASSES_LOG = 3,  /* logarithm of the number of classes: 0, 1, 2 */
-  TX_DELTA_GRAIN = 3 << 2,   /* weights to a bound: 0: a block's, 1: 1024, 2: 128 */
+  TX_DELTA_GRAIN = 3 << 2,   /* weights per bound: 0: TX_DELTA_BLOCK, 1: 1024, 2: 128 */
   TX_DELTA_EXACT = 1 << 4,   /* values are distances */
   TX_DELTA_BOUNDED = 1 << 5, /* there are bounds */
   TX_DELTA_SLICEABLE = 1 << 6,
   TX_DELTA_DENSE = 1 << 7,
-  TX_DELTA_RETURNS = 1 << 8, /* several steps: what changed may be as it was */
-  TX_DELTA_FLIPPED = 1 << 9, /* and the next ones, for each class: positions are of those that did not change */
+  TX_DELTA_RETURNS = 1 << 8, /* several steps: a changed weight may have its old value again */
+  TX_DELTA_FLIPPED = 1 << 9, /* this and the next bits, one per class: positions are of unchanged weights */
   TX_DELTA_ALL_FLAGS = (TX_DELTA_FLIPPED << TX_DELTA_CLASSES) - 1
 } tx_delta_flags;
 
@@ -42,45 +44,47 @@ static inline int64_t tx_delta_grain(uint32_t flags) {
   const uint32_t grain = (flags & TX_DELTA_GRAIN) >> 2;
   return grain == 0 ? TX_DELTA_BLOCK : grain == 1 ? 1024 : 128;
 }
-/* Stream of positions c; TX_DELTA_CLASSES: of the unsure ones. */
+/* Whether there is stream c of positions; c == TX_DELTA_CLASSES: the positions of the unsure ones. */
 static inline int tx_delta_has_stream(uint32_t flags, int32_t c) {
   return c == TX_DELTA_CLASSES ? tx_delta_classes(flags) > 1 : c < tx_delta_classes(flags);
 }
 
-/* The streams in their order: of positions 0 ... TX_DELTA_CLASSES, then these. */
+/* The streams in order: positions 0 ... TX_DELTA_CLASSES, then these. */
 #define TX_DELTA_BOUNDS (TX_DELTA_CLASSES + 1)
 #define TX_DELTA_VALUES (TX_DELTA_CLASSES + 2)
 #define TX_DELTA_STREAMS (TX_DELTA_CLASSES + 3)
 
-/* A segment, taken apart. Pointers are into the message. */
+/* A segment that was read. Pointers are into the message. */
 typedef struct tx_delta_segment {
   uint32_t flags;
-  uint32_t dense; /* bit b: block b is */
+  uint32_t dense; /* bit b: block b is dense */
   int32_t bound;
-  int64_t changed; /* in the blocks that are not */
+  int64_t changed; /* in the blocks that are not dense */
   struct {
     const uint8_t *data;
     int64_t bytes;
   } streams[TX_DELTA_STREAMS], weights;
 } tx_delta_segment;
 
-/* 0 where the bytes are no segment of `numel` weights of this dtype. Streams may still be anything. */
+/* Reads a segment of `numel` weights of this dtype. Returns 0 if the bytes are not one. The content of streams is not
+ * checked. */
 int tx_delta_segment_read(const uint8_t *bytes, int64_t n, int64_t numel, tx_dtype dtype, tx_delta_segment *segment);
 
-/* Weights in the dense blocks of a segment of so many. */
+/* Number of weights in the dense blocks of a segment of `numel` weights. */
 int64_t tx_delta_dense_numel(uint32_t dense, int64_t numel);
 
 static inline int tx_delta_is_flipped(uint32_t flags, int32_t c) {
   return (flags & (uint32_t)TX_DELTA_FLIPPED << c) != 0;
 }
 
-/* Where the means of gaps of stream s begin: 32 times that of a segment of so many. About one of 16 is unsure. */
+/* The initial mean of the gaps of stream s, times 32, for a segment of `numel` weights. About one of 16 positions is
+ * unsure. */
 static inline uint32_t tx_delta_first_mean(int32_t s, int64_t numel, int64_t changed) {
   const int64_t gap = numel / (changed > 0 ? changed : 1), most = 1 << 20;
   return (uint32_t)(32 * (s != TX_DELTA_CLASSES ? gap : 16 * gap < most ? 16 * gap : most));
 }
 
-/* What the verification of touched weights adds up: of weight `at` of the run, which is `bits` now. */
+/* The summand of one weight in the sum over touched weights: weight `at` of the run, whose new bits are `bits`. */
 static inline uint64_t tx_delta_touch(int64_t at, uint32_t bits) {
   uint64_t x = (uint64_t)at * UINT64_C(0x9e3779b97f4a7c15) ^ (uint64_t)bits * UINT64_C(0xc2b2ae3d27d4eb4f);
   x = (x ^ x >> 32) * UINT64_C(0xd6e8feb86659fd93);

@@ -31,7 +31,7 @@ const char *tx_dtype_choices(void) {
       "auto";
 }
 
-/* ASCII only: what a name means must not depend on the locale. */
+/* ASCII only: the meaning of a name must not depend on the locale. */
 static char lower(char c) {
   return c >= 'A' && c <= 'Z' ? (char)(c - 'A' + 'a') : c;
 }
@@ -40,7 +40,8 @@ static int is_space(char c) {
   return c == ' ' || (c >= '\t' && c <= '\r');
 }
 
-/* The name without surrounding space and in lower case; 0 where it does not fit, which no legal name does. */
+/* Copies the name in lower case, without surrounding space. Returns 0 if it does not fit, as is the case for no legal
+ * name. */
 static int normalise(const char *text, size_t length, char *name, size_t capacity) {
   while (length > 0 && is_space(*text))
     text++, length--;

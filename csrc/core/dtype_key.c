@@ -1,11 +1,11 @@
-/* Dtypes as values of configuration keys. Which keys have a legal set is a column of policy.def. */
+/* Dtypes as values of configuration keys. policy.def says which keys have a set of legal dtypes. */
 #include <string.h>
 
 #include "csrc/core/dtype.h"
 #include "csrc/core/policy_fields.h"
 #include "csrc/core/status.h"
 
-/* The legal set of a key that is held to one wherever it is coerced, else NULL. */
+/* The legal set of a key whose set is enforced whenever it is coerced (OPTIMIZER_COERCED), else NULL. */
 static const char *legal_set(const char *key) {
   const int32_t field = tx_policy_find(key);
   return field < TX_POLICY_FIELDS && tx_policy_is_coerced(field) ? tx_policy_field_at(field)->legal : NULL;

@@ -1,4 +1,4 @@
-/* Numbering the forms of forms.def. */
+/* The numbers of the forms of forms.def. */
 #ifndef TX_CORE_FORMS_H
 #define TX_CORE_FORMS_H
 

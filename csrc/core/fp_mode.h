@@ -1,5 +1,5 @@
-/* The floating-point mode that everything is computed under: round to nearest, subnormals kept, exceptions masked.
- * torch.set_flush_denormal, fesetround and other libraries change the mode per thread; bits, plans and texts must not
+/* The floating-point mode under which everything is computed: round to nearest, subnormals kept, exceptions masked.
+ * torch.set_flush_denormal, fesetround and other libraries change the mode of a thread; bits, plans and texts must not
  * depend on that. */
 #ifndef TX_CORE_FP_MODE_H
 #define TX_CORE_FP_MODE_H
@@ -33,9 +33,9 @@ static inline void tx_fp_leave(tx_fp_mode saved) {
 #error "say here how this processor sets its floating-point mode"
 #endif
 
-/* Returns what a call returns that runs under it. The result is kept in a volatile until the mode is left, so that it
- * is not computed after that; a number that the caller's function was given goes in from a volatile, so that nothing is
- * computed of it before. */
+/* Returns the result of `call`, made under this mode. The compiler does not know that the mode matters, so volatiles
+ * keep the computation inside: the result is stored in one before the mode is left; and a number that the calling
+ * function received must be read from one, so that nothing is computed from it before the mode is entered. */
 #define TX_RETURN_UNDER_FP_MODE(type, call)  \
   do {                                       \
     const tx_fp_mode saved_ = tx_fp_enter(); \

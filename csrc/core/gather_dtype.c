@@ -1,4 +1,4 @@
-/* The dtype of gathered sums. */
+/* tx_gather_dtype: the dtype of all-gathered sums. */
 #include "csrc/torch_ext_advanced.h"
 
 tx_dtype tx_gather_dtype(tx_dtype grad_gather_dtype, tx_dtype wire_dtype) {

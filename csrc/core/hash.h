@@ -1,5 +1,6 @@
-/* The hash behind parameter ids and layout fingerprints: FNV-1a over bytes, then MurmurHash3's 64-bit finaliser, since
- * FNV leaves the high bits of short inputs alike. Numbers enter as little-endian bytes: equal on every machine. */
+/* The hash of parameter ids and layout fingerprints: FNV-1a over bytes, then MurmurHash3's 64-bit finaliser, because
+ * FNV gives short inputs similar high bits. Numbers are hashed as little-endian bytes, so that the hash is equal on
+ * every machine. */
 #ifndef TX_CORE_HASH_H
 #define TX_CORE_HASH_H
 
@@ -23,7 +24,7 @@ static inline uint64_t tx_hash_int(uint64_t hash, int64_t number) {
   return hash;
 }
 
-/* With its length, so that ("ab", "c") and ("a", "bc") differ; NULL differs from "". */
+/* Hashes the length too, so that ("ab", "c") and ("a", "bc") differ; NULL differs from "". */
 static inline uint64_t tx_hash_text(uint64_t hash, const char *text) {
   if (!text) return tx_hash_int(hash, -1);
   const size_t n = strlen(text);

@@ -1,5 +1,5 @@
-/* Which parameter lies where in which bucket. The walk over the plan is one function; it runs once to check that every
- * number fits and once to write. */
+/* tx_layout_plan: which parameter is where in which bucket. One function walks over the plan; it runs once to check
+ * that every number fits, and once to write. */
 #include <inttypes.h>
 
 #include "csrc/core/dtype.h"
@@ -8,15 +8,15 @@
 #include "csrc/core/text.h"
 #include "csrc/torch_ext_advanced.h"
 
-/* Offsets stay below this, so that bytes of the widest dtype (16) fit into int64 too. */
+/* The limit of offsets, so that offsets in bytes of the widest dtype (16) fit into int64 too. */
 static const int64_t kLimit = INT64_MAX / 16;
 
-/* What the default cap aims at: so much of a buffer is on its way when backward has ended. */
+/* Buckets per buffer that the default cap aims at: one of them is still being exchanged when backward has ended. */
 static const int64_t kBucketsPerBuffer = 32;
 
-static const int64_t kHighBandwidth = 1 << 16; /* NCCL's bus bandwidth falls off for sizes that are no multiple of it */
+static const int64_t kHighBandwidth = 1 << 16; /* NCCL's bus bandwidth is lower for sizes that are no multiple of it */
 
-/* "parameter 3 ('layers.0.weight')", for messages. */
+/* Appends "parameter 3 ('layers.0.weight')". */
 static void add_param(tx_text *text, const tx_layout_args *args, int64_t i) {
   tx_text_add(text, "parameter %" PRId64, i);
   if (args->params[i].name) tx_text_add(text, " ('%.128s')", args->params[i].name);
@@ -72,7 +72,7 @@ static tx_status check_param(const tx_layout_args *args, int64_t i, tx_error *er
   return TX_OK;
 }
 
-/* That `order` holds each of 0 ... n-1 once, without memory: a window of indices at a time. */
+/* Checks that `order` has each of 0 ... n-1 once, without allocating: for a window of indices at a time. */
 static tx_status check_order(const tx_layout_args *args, tx_error *error) {
   enum { WINDOW = 1 << 15 };
   for (int64_t base = 0; base < args->n; base += WINDOW) {
@@ -127,7 +127,7 @@ static int64_t gcd(int64_t a, int64_t b) {
   return a;
 }
 
-/* x rounded up to a multiple of m > 0; beyond the limit where that is no legal offset. */
+/* x rounded up to a multiple of m > 0; a number beyond kLimit if that overflows. */
 static int64_t round_up(int64_t x, int64_t m) {
   int64_t sum;
   return __builtin_add_overflow(x, m - 1, &sum) ? INT64_MAX : sum / m * m;
@@ -143,8 +143,8 @@ static int share_buffer(const tx_layout_param *a, const tx_layout_param *b) {
          a->device == b->device && a->key == b->key;
 }
 
-/* Whether no parameter before the k-th shares its buffer. Quick where buffers are few: their first parameters come
- * early. */
+/* Whether the k-th parameter is the first of its buffer. Fast if there are few buffers: then a parameter of the same
+ * buffer comes early. */
 static int opens_buffer(const tx_layout_args *args, int64_t k) {
   const tx_layout_param *p = &args->params[nth(args, k)];
   if (p->tied != -1) return 0;
@@ -155,7 +155,7 @@ static int opens_buffer(const tx_layout_args *args, int64_t k) {
   return 1;
 }
 
-/* Bytes on the wire below which a bucket is cut into messages too small for the link. */
+/* Least bytes of a bucket on the wire: below, the messages that it is cut into are too small for the link. */
 static int64_t least_cap_bytes(int64_t world) {
   const int64_t beyond_node = world > 8 ? world - 8 : 0;
   return (INT64_C(1) << 19) + beyond_node * (INT64_C(3) << 18);
@@ -166,8 +166,8 @@ static int64_t megatron_cap_bytes(int64_t world) {
   return elements * 4;
 }
 
-/* The elements of a bucket where the caller names none: the rule is with tx_layout_args in the public header. `first`
- * is the first of the buffer's parameters. */
+/* The default bucket size in elements; the rule is described at tx_layout_args in the public header. `first` is the
+ * first of the buffer's parameters. */
 static int64_t default_cap(const tx_layout_args *args, int64_t first) {
   const tx_layout_param *like = &args->params[nth(args, first)];
   const int64_t block_bytes = tx_wire_block_bytes((tx_dtype)like->wire_dtype);
@@ -176,7 +176,7 @@ static int64_t default_cap(const tx_layout_args *args, int64_t first) {
     const tx_layout_param *p = &args->params[nth(args, k)];
     if (p->tied != -1 || !share_buffer(like, p)) continue;
     blocks += (p->numel + TX_LAYOUT_ALIGNMENT - 1) / TX_LAYOUT_ALIGNMENT;
-    /* The plan will not fit either, and says so. */
+    /* The plan will not fit either, and reports that. */
     if (blocks > kLimit / TX_LAYOUT_ALIGNMENT) return INT64_MAX;
   }
   int64_t bytes = blocks * block_bytes / kBucketsPerBuffer;
@@ -186,7 +186,7 @@ static int64_t default_cap(const tx_layout_args *args, int64_t first) {
   return bytes / block_bytes * TX_LAYOUT_ALIGNMENT;
 }
 
-/* Where the walk writes; the pointers may be NULL. */
+/* The output of the walk; the pointers may be NULL. */
 typedef struct output {
   tx_layout_place *places;
   tx_layout_bucket *buckets;
@@ -195,7 +195,8 @@ typedef struct output {
 } output;
 
 static void close_bucket(output *out, tx_layout_bucket *bucket, int64_t end_alignment) {
-  /* Megatron-LM pads the bucket's end, counted from the buffer's begin; all ends are multiples, so sizes are too. */
+  /* As Megatron-LM does, the bucket's end is padded, counted from the buffer's start. All ends are multiples, so sizes
+   * are too. */
   bucket->size = round_up(bucket->offset + bucket->used, end_alignment) - bucket->offset;
   if (out->buckets) out->buckets[out->summary.n_buckets] = *bucket;
   out->hash = tx_hash_int(out->hash, bucket->buffer);
@@ -236,7 +237,7 @@ static tx_status plan_buffer(const tx_layout_args *args, int64_t first, output *
   return TX_OK;
 }
 
-/* What is planned for: everything in which ranks must agree, and nothing in which they may differ. */
+/* Hashes the arguments in which ranks must agree, and none in which they may differ. */
 static uint64_t hash_args(const tx_layout_args *args) {
   uint64_t hash = tx_hash_int(tx_hash_begin(), (int64_t)tx_version());
   hash = tx_hash_int(hash, args->world);
@@ -322,7 +323,7 @@ tx_status tx_layout_shard(const tx_layout_bucket *bucket, int64_t world, int64_t
 }
 
 int64_t tx_layout_intersect(int64_t start, int64_t numel, int64_t begin, int64_t end, int64_t *first) {
-  int64_t stop; /* where an int64 does not hold it `end` is less */
+  int64_t stop; /* saturated on overflow, beyond any `end` */
   if (__builtin_add_overflow(start, numel, &stop)) stop = numel < 0 ? INT64_MIN : INT64_MAX;
   const int64_t from = start > begin ? start : begin;
   const int64_t to = stop < end ? stop : end;

@@ -1,13 +1,14 @@
-/* How fast a rank's link is, and what follows from it alone. */
+/* The measured speed of a rank's link, and decisions that depend on it alone. */
 #include <stddef.h>
 
 #include "csrc/core/fp_mode.h"
 #include "csrc/torch_ext_advanced.h"
 
-/* Bytes that a rank sends in a round, and what is the least to each other one: shorter messages are all overhead. */
+/* Bytes that a rank sends per round in all, and at least to each other rank: shorter messages are dominated by
+ * overhead. */
 static const int64_t kSent = INT64_C(4) << 20, kLeast = INT64_C(64) << 10;
 
-/* Of a round, at most all but a sixteenth was spent waiting for processors. */
+/* At most 15/16 of a round count as time that was spent waiting for processors. */
 enum { kLeastPart = 16 };
 
 int64_t tx_link_part_bytes(int64_t world) {
@@ -16,20 +17,21 @@ int64_t tx_link_part_bytes(int64_t world) {
   return part > kLeast ? part : kLeast;
 }
 
-/* Nanoseconds of a round on its slowest rank; less_waited: without what each waited for processors. */
+/* Nanoseconds of a round on its slowest rank. less_waited: without the time that ranks waited for processors. */
 static int64_t slowest(const int64_t *took, const int64_t *waited, int64_t world, int64_t round, int less_waited) {
   int64_t most = 0;
   for (int64_t rank = 0; rank < world; rank++) {
     const int64_t all = took[rank * TX_LINK_ROUNDS + round];
     const int64_t idle = less_waited && waited ? waited[rank * TX_LINK_ROUNDS + round] : 0;
-    /* Threads wait beside each other, and beside the wire: not all of it can have counted. */
+    /* Threads wait at the same time as each other and as the transfer, so not all of the waiting lengthened the
+     * round. */
     const int64_t least = all / kLeastPart, net = idle <= 0 ? all : idle < all - least ? all - idle : least;
     if (net > most) most = net;
   }
   return most;
 }
 
-/* Of messages of so many bytes in nanoseconds > 0. */
+/* Gbit/s of `messages` messages of `bytes` each, in nanoseconds > 0. */
 static double gbps_of(int64_t bytes, int64_t messages, int64_t nanoseconds) {
   TX_RETURN_UNDER_FP_MODE(double, 8.0 * (double)bytes * (double)messages / (double)nanoseconds);
 }
@@ -41,7 +43,7 @@ double tx_link_gbps(const int64_t *took, const int64_t *waited, int64_t world) {
   for (int round = 0; round < ROUNDS; round++) {
     const int64_t all = slowest(took, waited, world, 1 + round, 0), net = slowest(took, waited, world, 1 + round, 1);
     if (all < quickest) quickest = all;
-    int at = round; /* sorted in */
+    int at = round; /* insertion sort */
     for (; at > 0 && nets[at - 1] > net; at--)
       nets[at] = nets[at - 1];
     nets[at] = net;

@@ -1,4 +1,4 @@
-/* How many bytes a rank needs. */
+/* tx_memory_plan: how many bytes a rank needs. */
 #include "csrc/core/memory_parts.h"
 #include "csrc/core/muon_memory.h"
 #include "csrc/core/status.h"
@@ -28,7 +28,7 @@ int64_t tx_memory_first_in(const tx_memory_args *args, int64_t buffer) {
   return -1;
 }
 
-/* See tx_memory. whole: bytes of the trained parameters. */
+/* tx_memory.moving. whole: bytes of the trained parameters. */
 static int64_t moving(const tx_memory_args *args, const tx_memory *sums, int64_t whole) {
   if (args->strategy == TX_OPTIM_GRADS_PARAMS) return whole > sums->params ? whole - sums->params : 0;
   const int learns = args->layout->world > 1 && args->n_buckets > 1 && args->strategy < TX_OPTIM_GRADS;
@@ -36,8 +36,8 @@ static int64_t moving(const tx_memory_args *args, const tx_memory *sums, int64_t
   return weights > grads ? weights : grads;
 }
 
-/* The largest gradient, and the bytes of all weights in *whole. */
-static int64_t of_params(const tx_memory_args *args, int64_t *whole) {
+/* Returns the bytes of the largest gradient; *whole: the bytes of all weights. */
+static int64_t largest_gradient(const tx_memory_args *args, int64_t *whole) {
   int64_t most = 0;
   *whole = 0;
   for (int64_t i = 0; i < args->layout->n; i++) {
@@ -57,7 +57,7 @@ tx_status tx_memory_plan(const tx_memory_args *args, tx_memory *memory, tx_error
       TX_FORWARD(tx_memory_add_buffer(args, args->buckets[b].buffer, &sums, error));
   }
   int64_t whole;
-  const int64_t gradient = of_params(args, &whole);
+  const int64_t gradient = largest_gradient(args, &whole);
   sums.moving = moving(args, &sums, whole);
   const int64_t world = args->strategy == TX_OPTIM_GRADS_PARAMS ? args->layout->world : 1;
   sums.params = tx_memory_add(sums.params, 1, tx_memory_parts_of(args->frozen_bytes, world));

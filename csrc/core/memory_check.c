@@ -1,4 +1,4 @@
-/* What tx_memory_plan takes. */
+/* Checks the arguments of tx_memory_plan. */
 #include <inttypes.h>
 
 #include "csrc/core/dtype.h"
@@ -35,7 +35,7 @@ static tx_status check_unit(const tx_memory_args *args, int64_t u, tx_error *err
                  tx_dtype_name((tx_dtype)unit->reduce_dtype), tx_dtype_name((tx_dtype)unit->wire_dtype));
 }
 
-/* Whether `ends` are of messages of neighbours in a buffer, one after the other, all buckets' in the end. */
+/* Whether `ends` describe messages of neighbouring buckets of one buffer each, which together cover all buckets. */
 static int are_messages(const tx_memory_args *args) {
   int64_t first = 0;
   for (int64_t m = 0; args->ends && m < args->n_messages; first = args->ends[m++]) {
@@ -45,7 +45,7 @@ static int are_messages(const tx_memory_args *args) {
   return !args->ends || (args->n_messages >= 0 && first == args->n_buckets);
 }
 
-/* That places and buckets are those of the layout, as far as anything below depends on it. */
+/* Checks that places and buckets are those of the layout, as far as the planning depends on it. */
 static tx_status check_plan(const tx_memory_args *args, tx_error *error) {
   const tx_layout_args *layout = args->layout;
   tx_layout_summary summary;

@@ -1,31 +1,33 @@
-/* What comes and goes: buckets and units on their way. */
+/* Transient memory: buckets and units while they are exchanged. */
 #include "csrc/core/dtype.h"
 #include "csrc/core/memory_parts.h"
 
-/* What a bucket takes while it travels. */
-typedef struct travel {
+/* Bytes that a bucket takes while it is exchanged. */
+typedef struct bucket_bytes {
   int64_t received, packed, gathered;
-  int64_t messages; /* compressed ones, both ways */
-} travel;
+  int64_t messages; /* compressed messages, both directions */
+} bucket_bytes;
 
-/* Messages of so many blocks of a dtype; 0: they are sent as they are. */
+/* Bytes of a compressed message of `blocks` blocks; 0 if such messages are sent uncompressed. */
 static int64_t compressed(const tx_memory_args *args, int32_t dtype, int64_t blocks) {
   return args->compressed && dtype == TX_BF16 ? tx_compressed_bytes(tx_memory_add(0, blocks, TX_BLOCK)) : 0;
 }
 
-/* like: a parameter of its buffer. joined: whether it stands for joined ones. */
-static travel of_bucket(const tx_memory_args *args, const tx_layout_param *like, int64_t numel, int joined) {
+/* like: a parameter of the bucket's buffer. joined: whether the bucket stands for several joined ones. */
+static bucket_bytes bytes_of_bucket(const tx_memory_args *args, const tx_layout_param *like, int64_t numel,
+                                    int joined) {
   const int32_t wire = like->wire_dtype;
   const int32_t gather = (int32_t)tx_gather_dtype((tx_dtype)args->gather_dtype, (tx_dtype)wire);
-  const int ranks_lie_apart = joined && args->strategy == TX_OPTIM; /* in the buffer, not in the message */
-  const int packed = args->strategy == TX_OPTIM_GRADS || wire != like->grad_dtype || ranks_lie_apart;
+  const int not_contiguous =
+      joined && args->strategy == TX_OPTIM; /* in the buffer; in the message they are contiguous */
+  const int packed = args->strategy == TX_OPTIM_GRADS || wire != like->grad_dtype || not_contiguous;
   const int gathered = args->strategy == TX_NO_SHARD && gather != wire && gather != like->grad_dtype;
   const int64_t blocks = numel / TX_BLOCK;
   const int64_t wire_bytes = tx_wire_block_bytes((tx_dtype)wire), gather_bytes = tx_wire_block_bytes((tx_dtype)gather);
   const int whole =
       args->slots || (args->strategy == TX_NO_SHARD && tx_trades(args->layout->world, wire_bytes, gather_bytes));
   const int64_t received = whole ? blocks : blocks - blocks / args->layout->world;
-  return (travel){
+  return (bucket_bytes){
       .received = tx_memory_add(0, received, wire_bytes),
       .packed = packed * tx_memory_add(0, blocks, wire_bytes),
       .gathered = gathered * tx_memory_add(0, blocks, gather_bytes),
@@ -34,13 +36,14 @@ static travel of_bucket(const tx_memory_args *args, const tx_layout_param *like,
   };
 }
 
-static int64_t travelling(const tx_memory_args *args, const tx_layout_param *like, int64_t numel, int joined) {
-  const travel found = of_bucket(args, like, numel, joined);
+static int64_t exchange_bytes(const tx_memory_args *args, const tx_layout_param *like, int64_t numel, int joined) {
+  const bucket_bytes found = bytes_of_bucket(args, like, numel, joined);
   return tx_memory_add(tx_memory_add(tx_memory_add(found.received, 1, found.packed), 1, found.gathered), 1,
                        found.messages);
 }
 
-/* The least of 512, 640, 768, 896, 1024, 1280, ... (four in each doubling) that is not less: that of a slot; 0 of 0. */
+/* The size of the slot for `bytes`: the least of 512, 640, 768, 896, 1024, 1280, ... (four per doubling) that holds
+ * them; 0 for 0 bytes. */
 static int64_t size_class(int64_t bytes) {
   if (bytes <= 512) return bytes > 0 ? 512 : 0;
   int64_t step = 128;
@@ -54,9 +57,9 @@ static const tx_layout_param *like_of(const tx_memory_args *args, int64_t b) {
   return &args->layout->params[tx_memory_first_in(args, args->buckets[b].buffer)];
 }
 
-/* Of bucket b's slot in a role: 0 received, 1 packed, 2 gathered. */
+/* Bytes of bucket b's slot in a role: 0 received, 1 packed, 2 gathered. */
 static int64_t slot_of(const tx_memory_args *args, int64_t b, int role) {
-  const travel found = of_bucket(args, like_of(args, b), args->buckets[b].size, 0);
+  const bucket_bytes found = bytes_of_bucket(args, like_of(args, b), args->buckets[b].size, 0);
   return size_class(role == 0 ? found.received : role == 1 ? found.packed : found.gathered);
 }
 
@@ -65,7 +68,7 @@ static int64_t slots(const tx_memory_args *args) {
   for (int role = 0; role < 3; role++) {
     for (int64_t b = 0; b < args->n_buckets; b++) {
       const int64_t bytes = slot_of(args, b, role);
-      int64_t before = 0; /* of its class */
+      int64_t before = 0; /* earlier buckets of its size class */
       for (int64_t a = 0; a < b && before < 2; a++)
         before += slot_of(args, a, role) == bytes;
       if (before < 2) sum = tx_memory_add(sum, 1, bytes);
@@ -74,8 +77,8 @@ static int64_t slots(const tx_memory_args *args) {
   return sum;
 }
 
-/* The sum over the in_flight buckets that take most, found one after the other; and in *filling the most that the
- * gradients of one bucket take in tensors of their own. */
+/* Returns the bytes of the in_flight buckets that take most, found one after the other. *filling: the most bytes of the
+ * gradients of one bucket, as tensors of their own. */
 static int64_t exchanged(const tx_memory_args *args, int64_t *filling) {
   int64_t sum = 0, last = -1, last_bytes = INT64_MAX;
   *filling = 0;
@@ -86,7 +89,7 @@ static int64_t exchanged(const tx_memory_args *args, int64_t *filling) {
       const tx_layout_bucket *bucket = &args->buckets[b];
       if (b == 0 || bucket->buffer != args->buckets[b - 1].buffer)
         like = &args->layout->params[tx_memory_first_in(args, bucket->buffer)];
-      const int64_t bytes = travelling(args, like, bucket->size, 0);
+      const int64_t bytes = exchange_bytes(args, like, bucket->size, 0);
       if (bytes > next_bytes && (bytes < last_bytes || (bytes == last_bytes && b > last))) {
         next = b;
         next_bytes = bytes;
@@ -101,8 +104,8 @@ static int64_t exchanged(const tx_memory_args *args, int64_t *filling) {
   return sum;
 }
 
-/* What the two messages of joined buckets that take most need (tx_coalesce; two at a time are under way). And *filling
- * as of `exchanged`, where the gradients of joined ones are more. */
+/* Returns the bytes of the two largest messages of joined buckets (tx_coalesce; two at a time are in flight). *filling:
+ * as in `exchanged`, raised to the gradients of joined buckets if these are more. */
 static int64_t joined(const tx_memory_args *args, int64_t *filling) {
   int64_t most = 0, next = 0;
   for (int64_t m = 0, first = 0; m < args->n_messages; first = args->ends[m++]) {
@@ -113,7 +116,7 @@ static int64_t joined(const tx_memory_args *args, int64_t *filling) {
       used = tx_memory_add(used, 1, args->buckets[b].used);
     }
     const tx_layout_param *like = like_of(args, first);
-    const int64_t bytes = travelling(args, like, numel, 1),
+    const int64_t bytes = exchange_bytes(args, like, numel, 1),
                   grads = tx_memory_add(0, used, tx_memory_size_of(like->grad_dtype));
     if (grads > *filling) *filling = grads;
     next = bytes > most ? most : bytes > next ? bytes : next;
@@ -122,14 +125,14 @@ static int64_t joined(const tx_memory_args *args, int64_t *filling) {
   return tx_memory_add(most, 1, next);
 }
 
-/* The most that joined buckets may take, where the link is not known and nobody gave buckets a size. Else as of
- * `joined`. */
+/* Returns the most bytes that joined buckets may take, if the link speed is not known and the bucket size is the
+ * default. *filling: as in `joined`. */
 static int64_t joined_at_most(const tx_memory_args *args, int64_t *filling) {
   if (args->layout->cap != TX_NO_INT || !args->layout->overlap || args->layout->world == 1) return 0;
   const int32_t sharded = args->strategy != TX_NO_SHARD;
   int64_t most = 0;
   for (int64_t first = 0, b = 0; b < args->n_buckets; first = b) {
-    int64_t numel = 0, pair = INT64_MAX; /* the smallest neighbours */
+    int64_t numel = 0, pair = INT64_MAX; /* elements of the smallest two neighbours */
     for (; b < args->n_buckets && args->buckets[b].buffer == args->buckets[first].buffer; b++) {
       numel = tx_memory_add(numel, 1, args->buckets[b].size);
       const int64_t with = b > first ? tx_memory_add(args->buckets[b - 1].size, 1, args->buckets[b].size) : INT64_MAX;
@@ -142,7 +145,7 @@ static int64_t joined_at_most(const tx_memory_args *args, int64_t *filling) {
     if (blocks > 0) numel = tx_coalesce_most(bytes, sharded, messages > 0) / (bytes / blocks) * TX_BLOCK;
     const int64_t largest = messages == 0 && tx_coalesce_whole(bytes) ? all : numel;
     if (pair > largest) continue;
-    const int64_t two = tx_memory_add(0, 2, travelling(args, like, numel, 1));
+    const int64_t two = tx_memory_add(0, 2, exchange_bytes(args, like, numel, 1));
     const int64_t grads = tx_memory_add(0, largest, tx_memory_size_of(like->grad_dtype));
     if (two > most) most = two;
     if (grads > *filling) *filling = grads;
@@ -150,7 +153,7 @@ static int64_t joined_at_most(const tx_memory_args *args, int64_t *filling) {
   return most;
 }
 
-/* What is reduced of a unit, packed and received. */
+/* Bytes of a unit's gradients that are reduced, packed and received. */
 static int64_t reduced(const tx_memory_args *args, const tx_memory_unit *unit) {
   const int64_t given = tx_memory_add(0, unit->trained, tx_memory_size_of(unit->reduce_dtype));
   const int narrow = tx_memory_size_of(unit->wire_dtype) < tx_memory_size_of(unit->reduce_dtype);

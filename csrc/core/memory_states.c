@@ -1,25 +1,25 @@
-/* What stays from step to step: weights, gradients, states, and what a publisher keeps. */
+/* Persistent memory: weights, gradients, states, and what a publisher keeps. */
 #include <inttypes.h>
 
 #include "csrc/core/memory_parts.h"
 #include "csrc/core/status.h"
 
-/* A buffer in elements. */
+/* The size of a buffer. */
 typedef struct extent {
   int64_t n_params;
-  int64_t numel;  /* of the parameters themselves */
-  int64_t blocks; /* of each parameter, the last one begun counting as one */
-  int64_t padded; /* of the whole buffer */
+  int64_t numel;  /* elements of the parameters, without padding */
+  int64_t blocks; /* blocks of all parameters, each rounded up */
+  int64_t padded; /* elements of the whole buffer */
   int64_t moment_bytes, scale_bytes;
-  int mixed; /* whether moments differ */
+  int mixed; /* whether parameters have different moments */
 } extent;
 
-/* Of an element. */
+/* Bytes per element. */
 static int64_t moment_bytes(const tx_memory_state *state) {
   return tx_memory_size_of(state->exp_avg_dtype) + tx_memory_size_of(state->exp_avg_sq_dtype);
 }
 
-/* Of a block. */
+/* Bytes per block. */
 static int64_t scale_bytes(const tx_memory_state *state) {
   return tx_memory_is_scaled(state->exp_avg_dtype) + tx_memory_is_scaled(state->exp_avg_sq_dtype);
 }

@@ -1,34 +1,35 @@
-/* The step of matrices that are cut over ranks (tx_muon_exchange): who does what when, and what it takes. */
+/* tx_muon_exchange: the step of matrices that are sharded over ranks. Which rank does what, when, and how many bytes it
+ * takes. */
 #include "csrc/core/hash.h"
 #include "csrc/core/muon_memory.h"
 #include "csrc/core/status.h"
 #include "csrc/torch_ext_advanced.h"
 
-/* Elements of all matrices, at most: their bytes, and a few times as many, are counted in an int64. */
+/* The most elements of all matrices together, so that a few times their bytes fit into an int64. */
 #define LARGEST (INT64_C(1) << 56)
 
-/* One block of the caller's memory: this, then the arrays that it points into. */
+/* One block of the caller's memory: this struct, then the arrays that it points to. */
 struct tx_muon_exchange {
   tx_muon_exchange_args args;
   tx_muon_action current;
   int64_t n_rounds;
   int64_t turn;   /* -1 ... n_rounds */
-  int32_t step;   /* in kSteps */
-  int32_t handed; /* whether this step's action was handed out */
-  int64_t cursor; /* of ranks whose matrices were looked at before it, or of parameters after it */
+  int32_t step;   /* index into kSteps */
+  int32_t handed; /* whether this step's own action was returned */
+  int64_t cursor; /* next rank whose matrix to look at before the step's action, or next parameter after it */
   int64_t failed;
   int64_t held, peak; /* bytes */
   int64_t *order;     /* [n] matrices by owner, ascending */
-  int64_t *first;     /* [world + 1] in order */
-  int64_t *last;      /* [n_params] the round in which a parameter's last matrix is; -1: it has none */
+  int64_t *first;     /* [world + 1] index in `order` of each owner's first matrix */
+  int64_t *last;      /* [n_params] the last round of a parameter's matrices; -1: it has none */
   uint8_t *state;     /* [n_params] */
-  uint8_t *item;      /* [n_params] bytes of an element as it travels */
+  uint8_t *item;      /* [n_params] bytes per element when sent */
 };
 
-/* Of parameters. */
+/* Bits of `state`. */
 enum { TX_MUON_MADE = 1, TX_MUON_COMPLETE = 2, TX_MUON_FAILED = 4 };
 
-/* What is done in each turn, in this order, for the round that is so many after it. */
+/* The steps of each turn, in order; `after` is added to the turn to give the step's round. */
 static const struct {
   int32_t kind;
   int32_t after;
@@ -37,7 +38,7 @@ static const struct {
 };
 #define STEPS (int32_t)(sizeof kSteps / sizeof *kSteps)
 
-/* -- what is where ---------------------------------------------------------------------------------------------- */
+/* -- who has what ------------------------------------------------------------------------------------------------ */
 
 static int64_t least(int64_t a, int64_t b) {
   return a < b ? a : b;
@@ -80,7 +81,7 @@ void tx_muon_exchange_sizes(const tx_muon_exchange *x, int64_t round, int64_t *c
   }
 }
 
-/* Of this rank's matrix of a round. */
+/* Bytes of this rank's matrix of a round. */
 static int64_t own_bytes(const tx_muon_exchange *x, int64_t round) {
   const int64_t own = tx_muon_exchange_matrix(x, round, x->args.rank);
   if (own < 0) return 0;
@@ -88,7 +89,7 @@ static int64_t own_bytes(const tx_muon_exchange *x, int64_t round) {
   return m->rows * m->columns * item_bytes(m);
 }
 
-/* Of this rank's parts of all ranks' matrices of a round. */
+/* Bytes of this rank's parts of all ranks' matrices of a round. */
 static int64_t parts_bytes(const tx_muon_exchange *x, int64_t round) {
   int64_t sum = 0;
   for (int64_t r = 0; r < x->args.world; r++)
@@ -96,7 +97,7 @@ static int64_t parts_bytes(const tx_muon_exchange *x, int64_t round) {
   return sum;
 }
 
-/* Of this rank's elements of a parameter, as they travel. */
+/* Bytes of this rank's elements of a parameter, in the dtype in which they are sent. */
 static int64_t momentum_bytes(const tx_muon_exchange *x, int64_t param) {
   const tx_muon_run run = run_of(&x->args, param, x->args.rank);
   return (run.end - run.begin) * x->item[param];
@@ -116,7 +117,7 @@ static int fits(const tx_muon_exchange_args *args, const tx_muon_matrix *m) {
          end <= LARGEST;
 }
 
-/* Whether the ranks' runs, without the empty ones, follow each other from 0 to the end of the last matrix. */
+/* Whether the non-empty runs of the ranks follow each other from 0 to the end of the last matrix. */
 static int are_runs(const tx_muon_exchange_args *args, int64_t param, int64_t end) {
   int64_t at = 0;
   for (int64_t r = 0; r < args->world; r++) {
@@ -166,7 +167,7 @@ int64_t tx_muon_exchange_bytes(const tx_muon_exchange_args *args) {
   return check(args, NULL) == TX_OK ? tx_muon_exchange_room(args) : 0;
 }
 
-/* Matrices by their owners, the number of rounds, and the last one of each parameter. */
+/* Sorts the matrices by owner, and finds the number of rounds and each parameter's last round. */
 static void plan_rounds(tx_muon_exchange *x) {
   const tx_muon_exchange_args *args = &x->args;
   memset(x->first, 0, (size_t)(args->world + 1) * sizeof *x->first);
@@ -183,7 +184,7 @@ static void plan_rounds(tx_muon_exchange *x) {
     x->order[x->first[m->owner]++] = i;
     x->item[m->param] = (uint8_t)item_bytes(m);
   }
-  for (int64_t r = args->world; r > 0; r--) /* each was moved to where the next one begins */
+  for (int64_t r = args->world; r > 0; r--) /* the loop above moved each entry to the start of the next owner */
     x->first[r] = x->first[r - 1];
   x->first[0] = 0;
   for (int64_t r = 0; r < args->world; r++) {
@@ -216,7 +217,7 @@ tx_status tx_muon_exchange_init(void *memory, const tx_muon_exchange_args *args,
 
 /* -- next ------------------------------------------------------------------------------------------------------- */
 
-/* What the last action left goes. */
+/* Subtracts the bytes that the caller may free after the last action. */
 static void leave(tx_muon_exchange *x) {
   const int64_t round = x->current.round;
   switch (x->current.kind) {
@@ -254,8 +255,8 @@ static int32_t hand_out(tx_muon_exchange *x, tx_muon_action *action, int32_t kin
   return kind != TX_MUON_DONE;
 }
 
-/* The next parameter that this rank needs the momentum of in a round; -1: none. */
-static int64_t to_be_made(tx_muon_exchange *x, int64_t round) {
+/* The next parameter whose momentum this rank must compute for a round; -1: none. */
+static int64_t next_momentum(tx_muon_exchange *x, int64_t round) {
   for (; x->cursor < x->args.world; x->cursor++) {
     const int64_t matrix = tx_muon_exchange_matrix(x, round, x->cursor);
     if (part_bytes(x, matrix, x->args.rank) == 0) continue;
@@ -267,8 +268,8 @@ static int64_t to_be_made(tx_muon_exchange *x, int64_t round) {
   return -1;
 }
 
-/* The next parameter whose last matrix came back with a round; -1: none. It may be one of which this rank has nothing:
- * the step is counted. */
+/* The next parameter whose last matrix came back in this round; -1: none. Includes parameters of which this rank has no
+ * elements, since their steps are counted too. */
 static int64_t completed(tx_muon_exchange *x, int64_t round) {
   for (; x->cursor < x->args.n_params; x->cursor++) {
     if (x->last[x->cursor] != round || (x->state[x->cursor] & TX_MUON_COMPLETE)) continue;
@@ -278,7 +279,7 @@ static int64_t completed(tx_muon_exchange *x, int64_t round) {
   return -1;
 }
 
-static void go_on(tx_muon_exchange *x) {
+static void advance_step(tx_muon_exchange *x) {
   x->cursor = x->handed = 0;
   if (++x->step < STEPS) return;
   x->step = 0;
@@ -287,12 +288,12 @@ static void go_on(tx_muon_exchange *x) {
 
 int32_t tx_muon_exchange_next(tx_muon_exchange *x, tx_muon_action *action) {
   leave(x);
-  for (; x->turn <= x->n_rounds; go_on(x)) {
+  for (; x->turn <= x->n_rounds; advance_step(x)) {
     const int32_t kind = kSteps[x->step].kind;
     const int64_t round = x->turn + kSteps[x->step].after;
     if (round < 0 || round >= x->n_rounds) continue;
     if (kind == TX_MUON_MULTIPLY && tx_muon_exchange_matrix(x, round, x->args.rank) < 0) continue;
-    int64_t param = kind == TX_MUON_GATHER ? to_be_made(x, round) : -1;
+    int64_t param = kind == TX_MUON_GATHER ? next_momentum(x, round) : -1;
     if (param >= 0) return hand_out(x, action, TX_MUON_MOMENTUM, param, round);
     if (!x->handed) {
       x->handed = 1;

@@ -1,18 +1,19 @@
-/* Newton-Schulz iterations: about the nearest matrix with orthonormal rows or columns, by matrix products alone.
+/* Newton-Schulz iterations: they find about the nearest matrix with orthonormal rows or columns, with matrix products
+ * alone.
  *
- * A step takes each singular value s of X to a s + b s^3 + c s^5: X' = Q X with Q = a + b G + c G^2, G = X X^T.
+ * A step turns each singular value s of X into a s + b s^3 + c s^5: X' = Q X with Q = a + b G + c G^2, G = X X^T.
  *
  * Note: Gram Newton-Schulz (Dao AI Lab, 2026). All Q are polynomials of the first G, so they commute, and the product
- * of all steps is P X with P = Q_n ... Q_1. The iteration needs the small square matrices alone: G' = Q G Q, P' = Q P.
- * What rounding adds to G's small eigenvalues, which are the squares of X's singular values, grows from step to step:
- * with products in bf16 the iteration begins anew from P X after `restart` steps.
+ * of all steps is P X with P = Q_n ... Q_1. The iteration needs only the small square matrices: G' = Q G Q, P' = Q P.
+ * The rounding errors of G's small eigenvalues, which are the squares of X's singular values, grow from step to step.
+ * So with products in bf16 the iteration restarts from P X after `restart` steps.
  *
- * Note: symmetric products. X X^T and the products of polynomials of G are symmetric, so each is multiplied out in
- * panels of columns, from its diagonal block down (tx_muon_panel), and the rest is copied from the other side of the
- * diagonal. Of columns, because torch packs the right factor, of which each panel then has its own columns.
+ * Note: symmetric products. X X^T and the products of polynomials of G are symmetric. So each is computed in panels of
+ * columns, from its diagonal block down (tx_muon_panel), and the rest is copied from the other side of the diagonal.
+ * Panels are columns, because torch packs the right factor, of which each panel then uses only its own columns.
  *
- * Note: factors. torch has code made for each beta, which takes as long as half a product of 768 in bf16, and keeps it:
- * betas are the coefficients, whatever the matrix. So it is the caller who divides it by its norm. */
+ * Note: factors. torch generates code for each value of beta, which takes as long as half a product of 768 in bf16, and
+ * caches it. So betas must be the coefficients, whatever the matrix, and the caller divides the matrix by its norm. */
 #include "csrc/core/muon_iteration.h"
 
 #include <stddef.h>
@@ -26,16 +27,16 @@ typedef struct run {
   tx_muon_make make;
   void *ctx;
   int64_t small;
-  int wide; /* whether rows are no more than columns */
+  int wide; /* whether rows <= columns */
   int stopped;
-  int32_t x, other; /* which is which, now */
+  int32_t x, other; /* operands that currently hold X and its result */
 } run;
 
 static void hand_out(run *r, const tx_muon_product *product) {
   if (!r->stopped) r->stopped = r->make(r->ctx, product);
 }
 
-/* out = beta added + alpha left right, of which it is known that it is symmetric. */
+/* out = beta added + alpha left right, which is known to be symmetric. */
 static void symmetric(run *r, tx_muon_product of) {
   const int64_t n = r->small, panel = r->it->panel;
   of.kind = TX_MUON_ADD_PRODUCT;
@@ -61,7 +62,7 @@ static void polynomial(run *r, int32_t q, int32_t g) {
   symmetric(r, (tx_muon_product){.out = q, .added = g, .left = g, .right = g, .beta = it->b, .alpha = it->c});
 }
 
-/* g = x x^T, or the other way round, whichever is smaller. */
+/* g = x x^T or x^T x, whichever is smaller. */
 static void gram_of_x(run *r, int32_t g) {
   symmetric(r, (tx_muon_product){.out = g,
                                  .added = g,
@@ -72,7 +73,7 @@ static void gram_of_x(run *r, int32_t g) {
                                  .alpha = 1.0});
 }
 
-/* x becomes keep x + square x, or with x square where it has more rows: the square is symmetric. */
+/* x becomes keep x + square x; with x square instead, which is the transposed case, if x has more rows than columns. */
 static void multiply_x(run *r, int32_t by, double keep) {
   const tx_muon_product product = {.kind = TX_MUON_ADD_PRODUCT,
                                    .out = r->other,
@@ -151,7 +152,7 @@ int tx_muon_is_iteration(const tx_muon_iteration *it) {
          it->ns <= TX_MUON_AUTO;
 }
 
-/* -- what products take ------------------------------------------------------------------------------------------- */
+/* -- cost of products --------------------------------------------------------------------------------------------- */
 
 typedef struct counted {
   const tx_muon_iteration *it;
@@ -159,13 +160,13 @@ typedef struct counted {
   double operations;
 } counted;
 
-/* Elements of a square of n that are multiplied out in panels. */
+/* Elements of a square matrix of n that are computed if it is computed in panels. */
 static int64_t covered(int64_t n, int64_t panel) {
   const int64_t whole = n / panel, rest = n % panel;
   return panel * (whole * n - panel * (whole * (whole - 1) / 2)) + rest * rest;
 }
 
-/* 2 n operations for each element of a product over n. */
+/* Adds the cost of a product: 2 n operations per element if the sum is over n terms. */
 static int count(void *ctx, const tx_muon_product *product) {
   counted *c = ctx;
   if (product->kind != TX_MUON_ADD_PRODUCT) return 0;
@@ -179,7 +180,7 @@ static int count(void *ctx, const tx_muon_product *product) {
   return 0;
 }
 
-/* Symmetric products are handed out whole: millions of columns have thousands of panels. */
+/* Symmetric products are iterated whole, not in panels: millions of columns have thousands of panels. */
 static double count_of(tx_muon_iteration it, int32_t ns) {
   const int64_t small = it.rows < it.columns ? it.rows : it.columns;
   counted c = {.it = &it, .panel = it.panel < small ? it.panel : small};

@@ -1,10 +1,10 @@
-/* The products of Muon's iterations, one after the other. */
+/* The sequence of matrix products of Muon's iterations. */
 #ifndef TX_CORE_MUON_ITERATION_H
 #define TX_CORE_MUON_ITERATION_H
 
 #include "csrc/torch_ext_advanced.h"
 
-/* Who makes them. Not 0: stops. */
+/* Called for each product; a result other than 0 stops the iteration. */
 typedef int (*tx_muon_make)(void *ctx, const tx_muon_product *product);
 
 typedef struct tx_muon_made {
@@ -12,16 +12,16 @@ typedef struct tx_muon_made {
   int stopped;
 } tx_muon_made;
 
-/* Hands out each product. iteration: legal (tx_muon_is_iteration), with a panel. */
+/* Calls `make` for each product. iteration: legal (tx_muon_is_iteration), with a panel. */
 tx_muon_made tx_muon_iterate(const tx_muon_iteration *iteration, tx_muon_make make, void *ctx);
 
-/* Whether it is legal. */
+/* Whether an iteration is legal. */
 int tx_muon_is_iteration(const tx_muon_iteration *iteration);
 
-/* With the panel, alike on every machine, and which iteration, where these are left to choose. */
+/* Fills in the panel (the same on every machine) and the kind of iteration, if these are left open. */
 tx_muon_iteration tx_muon_chosen(const tx_muon_iteration *iteration);
 
-/* Operations of all products; 0: not legal. */
+/* The operations of all products; 0 if the iteration is not legal. */
 double tx_muon_count(const tx_muon_iteration *iteration);
 
 #endif

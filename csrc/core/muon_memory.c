@@ -1,13 +1,13 @@
-/* What the step of Muon's matrices takes beside states: memory of the products, and what is on its way to their owners
- * and back. */
+/* Memory of the step of Muon's matrices, in addition to states: workspace of the products, and what is in flight to the
+ * owners and back. */
 #include "csrc/core/muon_memory.h"
 
 #include "csrc/core/dtype.h"
 #include "csrc/core/status.h"
 
-/* Elements of all matrices, at most: their bytes, and a few times as many, are counted in an int64. */
+/* The most elements of all matrices together, so that a few times their bytes fit into an int64. */
 #define LARGEST (INT64_C(1) << 54)
-#define CACHE_LINE 64 /* bytes, where a matrix begins that is multiplied in place */
+#define CACHE_LINE 64 /* bytes; a matrix that is multiplied in place must be aligned to it */
 
 static int64_t most(int64_t a, int64_t b) {
   return a > b ? a : b;
@@ -22,12 +22,12 @@ static int64_t numel_of(const tx_muon_matrix *m) {
 }
 
 typedef struct extent {
-  int64_t n, numel, side; /* matrices, elements of the largest, its smaller dimension */
-  int64_t whole;          /* bytes of the largest parameter, up to its last matrix of these, as it travels */
+  int64_t n, numel, side; /* number of matrices, most elements of one, largest smaller dimension */
+  int64_t whole; /* bytes of the largest parameter, up to its last such matrix, in the dtype in which it is sent */
   int copied;
 } extent;
 
-/* Of the matrices with products in one dtype; lanes: of those that are multiplied beside others. */
+/* The extent of the matrices with products in one dtype. lanes: only of those that are multiplied several at a time. */
 static extent extent_of(const tx_memory_args *args, int32_t dtype, int lanes) {
   extent e = {0};
   for (int64_t i = 0; i < args->n_matrices; i++) {
@@ -56,7 +56,7 @@ static int64_t products_in(const tx_memory_args *args, int32_t dtype) {
   return workspace(&all, all.copied, dtype) + others + (alone ? most(all.whole, momenta) : 0);
 }
 
-/* What each rank has of a parameter. */
+/* Writes the elements of parameter i that each rank has. */
 static void cut(const tx_memory_args *args, int64_t i, tx_muon_run *runs) {
   const tx_layout_param *p = &args->layout->params[i];
   const int64_t world = args->layout->world;
@@ -76,12 +76,12 @@ static void cut(const tx_memory_args *args, int64_t i, tx_muon_run *runs) {
   }
 }
 
-/* Whether parameter i lies within the bucket that it is said to be in. */
+/* Whether parameter i is inside the bucket that `places` says it is in. */
 static int is_placed(const tx_memory_args *args, int64_t i) {
   const tx_layout_place *place = &args->places[i];
   if (place->bucket < 0 || place->bucket >= args->n_buckets) return 0;
   const tx_layout_bucket *bucket = &args->buckets[place->bucket];
-  int64_t at, left; /* elements of the bucket before it, and from it on */
+  int64_t at, left; /* elements of the bucket before the parameter, and from its start on */
   return !__builtin_sub_overflow(place->start, bucket->offset, &at) && at >= 0 &&
          !__builtin_sub_overflow(bucket->size, at, &left) && args->layout->params[i].numel <= left;
 }

@@ -1,5 +1,5 @@
-/* What Muon decides without looking at a matrix: what its hyper-parameters may be, what an orthogonalisation costs, and
- * what a shape does to the learning rate. */
+/* What Muon decides without the content of a matrix: legal hyper-parameters, the cost of an orthogonalisation, and the
+ * effect of the shape on the learning rate. */
 #include <math.h>
 
 #include "csrc/core/fp_mode.h"
@@ -7,12 +7,12 @@
 #include "csrc/core/status.h"
 #include "csrc/core/text.h"
 
-/* The iteration takes each singular value s of a matrix to a s + b s^3 + c s^5. */
+/* The iteration turns each singular value s of a matrix into a s + b s^3 + c s^5. */
 #define MOST_SINGULAR 64.0
 #define SINGULAR_VALUES 4096
 
-/* The largest size that a singular value from 0 to 1 reaches in so many steps, by trying many of them; NaN or Inf where
- * one leaves every bound. */
+/* The largest magnitude that a singular value from 0 to 1 reaches in this many steps, found by trying SINGULAR_VALUES
+ * of them; INFINITY if one exceeds MOST_SINGULAR. */
 static double largest_singular(const double coefficients[3], int64_t steps) {
   double largest = 0.0;
   for (int64_t i = 1; i <= SINGULAR_VALUES; i++) {
@@ -67,19 +67,20 @@ tx_status tx_muon_check_group(const tx_muon_group *group, const char *where, tx_
 
 /* -- operations --------------------------------------------------------------------------------------------------- */
 
-/* How narrow panels may be before what they save is lost again, to packing their factors and to smaller blocks in the
- * caches. Made by one thread, matrices of 256 to 2048 rows take as long in panels of 64 to 192 columns, within a few
- * percent, and 6 to 15 % less than in panels of 384 (Zen 5, bf16 and fp32); processors that multiply tiles have packed
- * more by then. Several threads share out the columns of a panel, so it stays wide. */
+/* Width of panels. Narrow panels save operations, but lose them again to packing their factors and to smaller blocks in
+ * the caches. On one thread, matrices of 256 to 2048 rows take the same time, within a few percent, in panels of 64 to
+ * 192 columns, and 6 to 15 % less than in panels of 384 (Zen 5, bf16 and fp32). Processors that multiply tiles lose
+ * more to packing, so their panels are wider. Several threads share the columns of a panel, so their panels stay wide
+ * too. */
 #define NARROW 128
 #define NARROW_FROM 256
 #define TILED 384
 #define WIDE_FROM 640
 #define PANELS 2
-/* Panels begin at cache lines, so that products have the same bits wherever a matrix lies. */
+/* Panels begin at cache lines, so that products have the same bits wherever a matrix is in memory. */
 #define PANEL_COLUMNS 64
 
-/* The width of so many panels, the last of which may be narrower. */
+/* The width of a panel if there are `panels` of them; the last one may be narrower. */
 static int64_t even_panel(int64_t n, int64_t panels) {
   const int64_t columns = panels * PANEL_COLUMNS;
   return (n / columns + (n % columns != 0)) * PANEL_COLUMNS;
@@ -98,9 +99,9 @@ double tx_muon_operations(int64_t rows, int64_t columns, int64_t ns_steps, int32
   return tx_muon_count(&iteration);
 }
 
-/* Products of bf16 are made by one thread up to sizes where products and what is beside them leave the caches: on two
- * threads, of 768, 1024 and 2048 rows, 1.45, 1.46 and 1.28 TF/s, and 1.44, 1.42 and 1.29 on one. More threads than
- * LANES were not measured: there products are left to all of them. */
+/* bf16 products are computed by one thread each, up to sizes at which products and what runs at the same time leave the
+ * caches. Measured with 768, 1024 and 2048 rows: 1.45, 1.46 and 1.28 TF/s on two threads, 1.44, 1.42 and 1.29 on one.
+ * More threads than LANES were not measured; with those, all threads compute each product. */
 #define LANES 4
 #define LANE_ROWS 2048
 

@@ -1,4 +1,4 @@
-/* Which parameters' states are offloaded, where a fraction of them is. */
+/* tx_offload_choose: which parameters' states are offloaded for a given fraction. */
 #include <inttypes.h>
 #include <math.h>
 
@@ -6,15 +6,15 @@
 #include "csrc/core/status.h"
 #include "csrc/torch_ext_advanced.h"
 
-/* 64 bits of bytes times 53 of a fraction. */
+/* Holds the product of a 64-bit number of bytes and the 53 bits of a fraction. */
 __extension__ typedef unsigned __int128 uint128;
 
-/* Whether i is taken before j: the larger one, the first of equal ones. */
+/* Whether i is visited before j: the larger first, equal ones in their order. */
 static int is_before(const int64_t *bytes, int64_t i, int64_t j) {
   return bytes[i] != bytes[j] ? bytes[i] > bytes[j] : i < j;
 }
 
-/* Moves heap[at] down to where no child is before it. */
+/* Restores the heap below `at`: moves heap[at] down until no child comes before it. */
 static void sift(const int64_t *bytes, int64_t *heap, int64_t at, int64_t n) {
   for (int64_t child; (child = 2 * at + 1) < n; at = child) {
     if (child + 1 < n && is_before(bytes, heap[child + 1], heap[child])) child++;
@@ -46,14 +46,14 @@ static tx_status choose(const int64_t *bytes, int64_t n, double fraction, int64_
     heap[i] = i;
     chosen[i] = 0;
   }
-  /* Exactly, as ranks must not choose differently: twice the bytes that are wanted, rounded down. */
+  /* Exact integer arithmetic, because all ranks must choose alike: twice the wanted bytes, rounded down. */
   int exponent;
   const uint128 product = (uint128)ldexp(frexp(fraction, &exponent), 53) * (uint64_t)sum;
   const int shift = 52 - exponent;
   uint64_t twice = shift < 128 ? (uint64_t)(product >> shift) : 0;
   const int is_whole = shift < 128 ? product >> shift << shift == product : product == 0;
 
-  int64_t smallest = -1; /* of those that were left out: all of them are larger than what is missing */
+  int64_t smallest = -1; /* of those not chosen; all of them are larger than what is still missing */
   for (int64_t at = n / 2; at-- > 0;)
     sift(bytes, heap, at, n);
   for (int64_t rest = n; rest > 0 && bytes[heap[0]] > 0; sift(bytes, heap, 0, rest)) {

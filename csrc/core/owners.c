@@ -1,7 +1,7 @@
-/* Which rank does what, where work comes in pieces of known size: the better plan of two, each of which takes the
- * largest piece first. One gives it to the rank that has least so far (LPT, Graham 1969); the other to the first rank
- * on which it fits below a bound that is searched for (MULTIFIT, Coffman, Garey and Johnson 1978), which is better
- * where a rank has few pieces. */
+/* tx_plan_owners: assigns pieces of work of known size to ranks. It makes two kinds of plans, both of which assign the
+ * largest pieces first, and returns the better one. The first gives each piece to the rank with the least load so far
+ * (LPT, Graham 1969). The second gives it to the first rank on which it fits below a bound, for which it searches
+ * (MULTIFIT, Coffman, Garey and Johnson 1978); that is better if a rank has few pieces. */
 #include <math.h>
 
 #include "csrc/core/fp_mode.h"
@@ -13,17 +13,17 @@ typedef struct piece {
   int64_t index;
 } piece;
 
-/* What the caller's room holds. */
+/* The content of the caller's workspace. */
 typedef struct plan {
   int64_t n, ranks;
-  piece *pieces; /* the largest first; of equal ones the first */
+  piece *pieces; /* the largest first, equal ones in their order */
   double *loads;
-  int32_t *owners; /* of pieces */
+  int32_t *owners; /* rank of each entry of pieces */
 } plan;
 
-/* Bounds that are tried: the twelfth is 1/4096 of the first ones' distance from the last. */
+/* Steps of the bisection: after the twelfth the interval is 1/4096 of the first one. */
 #define BOUNDS 12
-/* A plan so near to what none can be below is not looked for a better one. */
+/* A plan whose largest load is at most this factor above the lower bound is not improved further. */
 #define NEAR 1.005
 
 int64_t tx_plan_owners_bytes(int64_t n, int64_t ranks) {
@@ -36,7 +36,7 @@ static int comes_before(piece a, piece b) {
   return a.size != b.size ? a.size > b.size : a.index < b.index;
 }
 
-/* The piece at `at` goes down to where it belongs, in a heap of n with the last on top. */
+/* Moves the piece at `at` down to its place in a heap of n that has the last piece in the order on top. */
 static void sift(piece *pieces, int64_t at, int64_t n) {
   const piece moved = pieces[at];
   for (int64_t child = 2 * at + 1; child < n; child = 2 * at + 1) {
@@ -48,7 +48,7 @@ static void sift(piece *pieces, int64_t at, int64_t n) {
   pieces[at] = moved;
 }
 
-/* Not qsort, which may allocate. */
+/* Heapsort, because qsort may allocate. */
 static void sort(piece *pieces, int64_t n) {
   for (int64_t i = n / 2 - 1; i >= 0; i--)
     sift(pieces, i, n);
@@ -60,7 +60,7 @@ static void sort(piece *pieces, int64_t n) {
   }
 }
 
-static double most_of(const plan *p) {
+static double largest_load(const plan *p) {
   double most = 0.0;
   for (int64_t r = 0; r < p->ranks; r++)
     most = p->loads[r] > most ? p->loads[r] : most;
@@ -72,8 +72,8 @@ static void give(plan *p, int64_t i, int64_t rank) {
   p->owners[i] = (int32_t)rank;
 }
 
-/* Each piece to who has least so far. */
-static void by_least(plan *p) {
+/* Gives each piece to the rank with the least load so far. */
+static void plan_greedy(plan *p) {
   memset(p->loads, 0, (size_t)p->ranks * sizeof *p->loads);
   for (int64_t i = 0; i < p->n; i++) {
     int64_t least = 0;
@@ -83,8 +83,8 @@ static void by_least(plan *p) {
   }
 }
 
-/* Each piece to the first rank that has no more than `bound` then. Returns whether that is one for each. */
-static int by_first_fit(plan *p, double bound) {
+/* Gives each piece to the first rank whose load stays within `bound`. Returns 0 if there is none for some piece. */
+static int plan_first_fit(plan *p, double bound) {
   memset(p->loads, 0, (size_t)p->ranks * sizeof *p->loads);
   for (int64_t i = 0; i < p->n; i++) {
     int64_t rank = 0;
@@ -96,8 +96,8 @@ static int by_first_fit(plan *p, double bound) {
   return 1;
 }
 
-/* What no plan's largest load is below: the mean, the largest piece, and the k + 1 least of the k * ranks + 1 largest
- * pieces, of which one rank has k + 1. */
+/* A lower bound of every plan's largest load. It is the largest of: the mean; the largest piece; and for each k, the k
+ * + 1 smallest of the k * ranks + 1 largest pieces together, since some rank has k + 1 of these. */
 static double least_bound(const plan *p) {
   double sum = 0.0, bound = p->n ? p->pieces[0].size : 0.0;
   for (int64_t i = 0; i < p->n; i++)
@@ -112,7 +112,7 @@ static double least_bound(const plan *p) {
   return bound;
 }
 
-/* As they were given. */
+/* Writes the owners in the caller's order of pieces. */
 static void put_owners(const plan *p, int32_t *owners) {
   for (int64_t i = 0; i < p->n; i++)
     owners[p->pieces[i].index] = p->owners[i];
@@ -148,16 +148,16 @@ static void find_owners(plan p, const double *sizes, int32_t *owners) {
   for (int64_t i = 0; i < n; i++)
     p.pieces[i] = (piece){sizes[i], i};
   sort(p.pieces, n);
-  by_least(&p);
+  plan_greedy(&p);
   put_owners(&p, owners);
-  double low = least_bound(&p), high = most_of(&p);
+  double low = least_bound(&p), high = largest_load(&p);
   for (int i = 0; i < BOUNDS && high > NEAR * low; i++) {
     const double bound = low + (high - low) / 2.0;
-    if (by_first_fit(&p, bound)) {
+    if (plan_first_fit(&p, bound)) {
       put_owners(&p, owners);
-      high = most_of(&p);
+      high = largest_load(&p);
     } else {
-      low = bound; /* of this way to plan, not of every one */
+      low = bound; /* a lower bound for this kind of plan only */
     }
   }
 }

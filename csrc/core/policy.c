@@ -1,4 +1,4 @@
-/* The loader: from a model's dtype and what the user insists on to every other dtype. */
+/* The loader: decides every dtype from the model's dtype and the user's settings. */
 #include <string.h>
 
 #include "csrc/core/dtype.h"
@@ -73,7 +73,7 @@ tx_status tx_policy_resolve(const tx_policy_args *args, tx_policy *policy, tx_or
   tx_policy_merge_all(&in);
   tx_policy_apply_rules(&in, &d);
   if (overrides[0]->hook || overrides[1]->hook) {
-    /* Both hooks see the same policy, a copy that they cannot spoil for each other. */
+    /* Both hooks see the same policy, each its own copy, so that one cannot change it for the other. */
     for (int i = 0; i < 2; i++) {
       const tx_policy seen = d.p;
       TX_FORWARD(call_hook(overrides[i], hook_names[i], kSides[i], &seen, &in.sides[i], error));
@@ -90,7 +90,8 @@ tx_status tx_policy_resolve(const tx_policy_args *args, tx_policy *policy, tx_or
   return TX_OK;
 }
 
-/* The row of the masters of what is computed in param_dtype: the policy, but for what says that weights are in it. */
+/* The row for parameters in shard_dtype, which are the masters of what is computed in param_dtype: the policy, except
+ * for the fields that say that weights are in param_dtype. */
 static void shards_row(const tx_policy *policy, const tx_origin *origins, tx_policy *row) {
   *row = *policy;
   row->param_dtype = policy->shard_dtype;
@@ -98,18 +99,19 @@ static void shards_row(const tx_policy *policy, const tx_origin *origins, tx_pol
   if (origins[TX_POLICY_main_grads_dtype].cause == TX_POLICY_param_dtype) row->main_grads_dtype = row->param_dtype;
 }
 
-/* What `policy` was resolved from, as far as its origins tell, for parameters in `dtype`. */
+/* Reconstructs the inputs from which `policy` was resolved, as far as its origins tell, for parameters in `dtype`. */
 static tx_policy_inputs inputs_of(const tx_policy *policy, const tx_origin *origins, tx_dtype dtype) {
   tx_policy_inputs in = {.model_dtype = dtype, .preset = policy->preset, .clash = TX_POLICY_FIELDS};
   const int own = dtype == (tx_dtype)policy->param_dtype;
   if (own && origins[TX_POLICY_shard_dtype].source == TX_SOURCE_DTYPE) in.shard_dtype = (tx_dtype)policy->shard_dtype;
   tx_policy_draft d = {0};
-  tx_policy_set_full_shard(&d); /* which fields that touches */
+  tx_policy_set_full_shard(&d); /* finds the fields that full_shard sets */
   for (int32_t f = 0; f < TX_POLICY_FIELDS; f++) {
     const int32_t source = origins[f].source;
     if (f == TX_POLICY_param_dtype || f == TX_POLICY_bf16 || f == TX_POLICY_fp16) continue; /* the mode: now `dtype` */
-    if (f == TX_POLICY_store_param_remainders && dtype != TX_BF16) continue; /* they stand beside bf16 weights only */
-    if (f == TX_POLICY_shard_dtype && !own) continue; /* of parameters that are computed in param_dtype */
+    if (f == TX_POLICY_store_param_remainders && dtype != TX_BF16)
+      continue;                                       /* remainders exist for bf16 weights only */
+    if (f == TX_POLICY_shard_dtype && !own) continue; /* holds only for parameters that are computed in param_dtype */
     tx_policy_settings *to = source == TX_SOURCE_CONFIG ? &in.config : &in.given;
     if (source == TX_SOURCE_OVERRIDE || source == TX_SOURCE_HOOK || source == TX_SOURCE_CONFIG) {
       to->source[f] = source;
@@ -119,12 +121,12 @@ static tx_policy_inputs inputs_of(const tx_policy *policy, const tx_origin *orig
       in.full_shard = 1;
     }
   }
-  /* main_grads_dtype=None was given, and stands for the dtype of the parameter whatever that is. */
+  /* main_grads_dtype=None was given, and means the dtype of the parameter, whichever that is. */
   if (origins[TX_POLICY_main_grads_dtype].cause == TX_POLICY_param_dtype) in.given.values.main_grads_dtype = TX_NONE;
   return in;
 }
 
-/* A policy that no function here wrote may have any number; this one is looked up in a table. */
+/* A policy that was not written by these functions may have any number in `states`, which is the index into a table. */
 static tx_status check_states(const tx_policy *policy, const char *function, tx_error *error) {
   if (policy->states >= TX_STATES_BY_KEY && policy->states <= TX_STATES_8BIT) return TX_OK;
   return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "%s: the policy has states=%d; legal: 0 ... %d (%s)", function,

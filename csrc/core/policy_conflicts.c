@@ -1,4 +1,4 @@
-/* Explicit values that contradict each other. */
+/* Detects explicit values that contradict each other. */
 #include "csrc/core/policy_draft.h"
 #include "csrc/core/policy_fields.h"
 #include "csrc/core/policy_states.h"

@@ -24,7 +24,7 @@ static const unsigned char kCoerced[TX_POLICY_FIELDS] = {
 #undef TX_ROW
 };
 
-/* No padding: what is compared, hashed or mirrored is the fields and nothing else. */
+/* No padding, so that comparing, hashing or mirroring the struct covers the fields and nothing else. */
 _Static_assert(sizeof(tx_policy) == sizeof(uint64_t) + sizeof(((tx_policy *)0)->reserved)
 #define TX_ROW(type, name, sides, initial, legal) +sizeof(((tx_policy *)0)->name)
 #include "csrc/policy.def"
@@ -77,7 +77,7 @@ int tx_policy_equal(const tx_policy *a, const tx_policy *b, int32_t field) {
     case TX_FIELD_F64: {
       const double x = *(const double *)at(a, field);
       const double y = *(const double *)at(b, field);
-      return x == y || (isnan(x) && isnan(y)); /* None is None */
+      return x == y || (isnan(x) && isnan(y)); /* NaN is None */
     }
     case TX_FIELD_TEXT:
       return strcmp(at(a, field), at(b, field)) == 0;
@@ -109,7 +109,7 @@ static int none_is_legal(int32_t field) {
   return values_of(kFields[field].legal) != kFields[field].legal;
 }
 
-/* Whether x lies in "[0, 1)": the brackets say which ends belong to it. False for NaN. */
+/* Whether x is in an interval such as "[0, 1)"; false for NaN. */
 static int is_in_interval(const char *interval, double x) {
   char *end;
   const double low = tx_text_number(interval + 1, &end);
@@ -117,7 +117,7 @@ static int is_in_interval(const char *interval, double x) {
   return (*interval == '[' ? x >= low : x > low) && (*end == ']' ? x <= high : x < high);
 }
 
-/* The position of a word in a list of names, -1 where it is none of them. */
+/* The position of a word in a list of names; -1 if it is not in the list. */
 static int32_t position_in(const char *names, const char *word) {
   const char *item;
   int64_t length;
@@ -127,7 +127,7 @@ static int32_t position_in(const char *names, const char *word) {
   return -1;
 }
 
-/* The name at a position, of *length bytes; NULL where the list has none. */
+/* The name at a position, *length bytes long; NULL past the end of the list. */
 static const char *name_at(const char *names, int64_t position, int64_t *length) {
   const char *item = NULL;
   for (int64_t i = 0; i <= position; i++) {
@@ -149,7 +149,7 @@ int tx_policy_dtype_is_legal(const char *legal, tx_dtype dtype) {
 
 /* -- reading a setting ------------------------------------------------------------------------------------------ */
 
-/* grad_comm_compression under its former name, with a rate of the wire as its value: compress where it is slower. */
+/* The former name of grad_comm_compression. Its value is a link speed, below which gradients are compressed. */
 static const char kFormerCompression[] = "compress_below_gbps";
 static const char kFormerLegal[] = "[0, inf]";
 
@@ -184,7 +184,7 @@ static void format_setting(const tx_setting *setting, tx_text *text) {
   }
 }
 
-/* ": ZeRO-2 is optim_grads here", ": the nearest is 8bit", or nothing where no name is near. */
+/* Appends ": ZeRO-2 is optim_grads here", or ": the nearest is 8bit", or nothing if no name is near. */
 static void suggest_name(const char *key, const char *word, const char *names, tx_text *text) {
   const char *what = NULL;
   const char *ours = tx_other_name(key, word, &what);
@@ -270,7 +270,7 @@ static int read_f64(const tx_setting *setting, const char *legal, double *value)
   return is_in_interval(legal, *value);
 }
 
-/* A float that is a whole number counts as an integer: configuration files write 4e7. */
+/* Reads an integer; a float that is a whole number counts as one, since configuration files write 4e7. */
 static int read_i64(const tx_setting *setting, const char *legal, int64_t *value) {
   if (setting->kind == TX_VALUE_FLOAT) {
     if (!(fabs(setting->number) <= 0x1p53) || setting->number != trunc(setting->number)) return 0;
@@ -309,7 +309,8 @@ static int read_enum(const tx_setting *setting, const char *legal, int32_t *valu
   return 1;
 }
 
-/* Writes the value into its field; 0 where it is not legal there. dtype: what the setting is, in a field of dtypes. */
+/* Writes the value into its field; returns 0 if it is not legal there. dtype: the setting's value, for fields of
+ * dtypes. */
 static int read_value(const tx_setting *setting, int32_t f, int is_none, tx_dtype dtype, tx_policy *values) {
   const tx_policy_field *row = &kFields[f];
   const char *legal = values_of(row->legal);
@@ -379,7 +380,7 @@ tx_status tx_policy_read(const tx_setting *setting, const char *where, int32_t s
   *decided = !is_none || none_is_legal(f);
   if (!*decided) return TX_OK;
 
-  const tx_fp_mode saved = tx_fp_enter(); /* a subnormal is not 0, whatever the caller has set */
+  const tx_fp_mode saved = tx_fp_enter(); /* so that a subnormal is not read as 0 */
   const volatile int ok = read_value(setting, f, is_none, dtype, values);
   tx_fp_leave(saved);
   return ok ? TX_OK : fail_value(setting, where, f, error);

@@ -1,4 +1,4 @@
-/* How one value decides others. */
+/* The rules by which one value of the policy decides others. */
 #include "csrc/core/policy_draft.h"
 #include "csrc/core/policy_fields.h"
 #include "csrc/core/policy_states.h"
@@ -7,7 +7,8 @@ static void mark(tx_policy_draft *d, int32_t field, tx_source source, int32_t ca
   d->origins[field] = (tx_origin){(int32_t)source, cause};
 }
 
-/* d->field = value, because of another field's explicit value; a value that does not change keeps its origin. */
+/* Sets d->field to value, because of another field's explicit value. A field that already has the value keeps its
+ * origin. */
 #define FOLLOW(field, value, because)                                     \
   do {                                                                    \
     if (d->p.field != (value)) {                                          \
@@ -16,7 +17,7 @@ static void mark(tx_policy_draft *d, int32_t field, tx_source source, int32_t ca
     }                                                                     \
   } while (0)
 
-/* d->field = value, by the table of modes or of presets. */
+/* Sets d->field to value, as the table of modes or of presets says. */
 #define SET(field, value, source)                       \
   do {                                                  \
     d->p.field = (value);                               \
@@ -25,7 +26,8 @@ static void mark(tx_policy_draft *d, int32_t field, tx_source source, int32_t ca
 
 #define GIVEN(field) TX_POLICY_GIVEN(in, field)
 
-/* fp32, fp16 or bf16: of the model, else as param_dtype says, else by the flags; without any of them bf16. */
+/* The mode (fp32, fp16 or bf16): the model's dtype, else param_dtype, else what the flags say; bf16 if none is
+ * given. */
 static tx_dtype mode_of(const tx_policy_inputs *in) {
   if (in->model_dtype != TX_NONE) return in->model_dtype;
   if (GIVEN(param_dtype)) return (tx_dtype)in->given.values.param_dtype;
@@ -34,7 +36,7 @@ static tx_dtype mode_of(const tx_policy_inputs *in) {
   return TX_BF16;
 }
 
-/* The rows of the table of modes; what they leave alone are the library's defaults, which are those of fp32. */
+/* Applies the table of modes. Fields that are not set here keep the library's defaults, which are those of fp32. */
 static void set_mode(tx_policy_draft *d, tx_dtype mode) {
   SET(param_dtype, (int32_t)mode, DTYPE);
   SET(bf16, mode == TX_BF16, DTYPE);
@@ -77,7 +79,8 @@ static void set_given(tx_policy_draft *d, const tx_policy_inputs *in) {
   for (int32_t f = 0; f < TX_POLICY_FIELDS; f++) {
     if (!in->given.source[f]) continue;
     const int is_mode = f == TX_POLICY_bf16 || f == TX_POLICY_fp16;
-    if (is_mode && !tx_policy_equal(&d->p, &in->given.values, f)) continue; /* bf16 beside fp16, or a contradiction */
+    if (is_mode && !tx_policy_equal(&d->p, &in->given.values, f))
+      continue; /* bf16 given together with fp16, or a contradiction */
     tx_policy_copy(&d->p, &in->given.values, f);
     mark(d, f, (tx_source)in->given.source[f], -1);
   }
@@ -87,7 +90,7 @@ static void set_given(tx_policy_draft *d, const tx_policy_inputs *in) {
   }
 }
 
-/* The configuration's word counts like an explicit one: neither the dtype nor a preset has another. */
+/* The configuration's `states` counts like an explicit one, since neither the dtype nor a preset sets it. */
 static void follow_states(tx_policy_draft *d, const tx_policy_inputs *in) {
   const int32_t states = d->p.states;
   if (states == TX_STATES_BY_KEY) return;
@@ -108,7 +111,7 @@ static void follow_masters(tx_policy_draft *d, const tx_policy_inputs *in) {
   }
 }
 
-/* A state in another dtype than fp32 needs the precision-aware optimizer; without it every state is fp32. */
+/* A state with another dtype than fp32 needs the precision-aware optimizer; without it every state is fp32. */
 static void follow_precision(tx_policy_draft *d, const tx_policy_inputs *in) {
   if (GIVEN(use_precision_aware_optimizer)) {
     if (d->p.use_precision_aware_optimizer) return;
@@ -122,8 +125,8 @@ static void follow_precision(tx_policy_draft *d, const tx_policy_inputs *in) {
   if (d->p.store_param_remainders) FOLLOW(use_precision_aware_optimizer, 1, store_param_remainders);
 }
 
-/* One merged view of both sides: a dtype given for the gradients cannot leave the bucket in another, nor the reverse.
- */
+/* Decides gradients and bucket from one merged view of both sides, so that a dtype given for the gradients cannot leave
+ * the bucket in another one, nor the reverse. */
 static void follow_gradients(tx_policy_draft *d, const tx_policy_inputs *in) {
   tx_policy *p = &d->p;
   if (!GIVEN(main_grads_dtype) && GIVEN(grad_reduce_in_fp32)) {
@@ -152,7 +155,7 @@ static void follow_gradients(tx_policy_draft *d, const tx_policy_inputs *in) {
   }
 }
 
-/* FSDP2 hands out gradients in the shards' dtype; what travels stays that of param_dtype. */
+/* FSDP2 provides gradients in the shards' dtype; they are sent in the dtype that follows from param_dtype. */
 static void follow_shards(tx_policy_draft *d, const tx_policy_inputs *in) {
   if (d->p.shard_dtype == TX_NONE || GIVEN(main_grads_dtype)) return;
   FOLLOW(main_grads_dtype, d->p.shard_dtype, shard_dtype);

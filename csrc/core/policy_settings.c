@@ -1,4 +1,4 @@
-/* Collecting explicit values. */
+/* Collects explicit values. */
 #include "csrc/core/policy_draft.h"
 #include "csrc/core/policy_fields.h"
 #include "csrc/core/status.h"

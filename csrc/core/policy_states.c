@@ -3,10 +3,10 @@
 #include "csrc/core/dtype.h"
 #include "csrc/core/status.h"
 
-/* By tx_states. */
+/* Indexed by tx_states. */
 static const struct {
   tx_dtype moments;
-  int32_t remainders; /* beside bf16 weights that are not computed from fp32 shards */
+  int32_t remainders; /* for bf16 weights that are not computed from fp32 shards */
 } kStates[] = {{TX_NONE, 0}, {TX_F32, 0}, {TX_BF16, 0}, {TX_BF16, 1}, {TX_U8, 1}};
 
 tx_dtype tx_states_moments(int32_t states) {

@@ -4,7 +4,7 @@
 #include "csrc/core/fp_mode.h"
 #include "csrc/core/status.h"
 
-/* The legal states; the comparisons are written so that NaN is none. */
+/* Checks that a state is legal. The comparisons are written so that NaN is illegal. */
 static tx_status check_fields(const tx_scale *s, tx_error *error) {
   if (!s || s->size != sizeof *s) {
     return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "tx_scale: a scale must begin with TX_SCALE_INIT");
@@ -50,7 +50,7 @@ tx_status tx_scale_from_policy(const tx_policy *policy, tx_scale *scale, tx_erro
   return TX_OK;
 }
 
-/* What the scale becomes: multiplied by factor, where that is not below `low` and fp32 holds it. */
+/* Multiplies the scale by `factor`, but not below `low`, and not if fp32 could not hold the result. */
 static void multiply(tx_scale *s, double factor, double low) {
   const tx_fp_mode saved = tx_fp_enter();
   const volatile double product = s->scale * factor;

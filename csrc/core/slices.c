@@ -1,13 +1,13 @@
-/* What of placed parameters lies in which range of a buffer. */
+/* tx_layout_slices: which parts of placed parameters are in which range of a buffer. */
 #include <inttypes.h>
 
 #include "csrc/core/status.h"
 #include "csrc/torch_ext_advanced.h"
 
-/* Writes where `slices` is not NULL, and refuses what is not legal in any case. */
+/* Checks everything, and writes if `slices` is not NULL. */
 static tx_status walk(const tx_layout_slice *placed, int64_t n, const tx_layout_range *ranges, int64_t n_ranges,
                       tx_layout_slice *slices, int64_t capacity, int64_t *n_slices, tx_error *error) {
-  int64_t found = 0, before = 0; /* before: elements of the ranges that were passed */
+  int64_t found = 0, before = 0; /* before: elements of the previous ranges */
   for (int64_t r = 0; r < n_ranges; r++) {
     int64_t size, next;
     if (__builtin_sub_overflow(ranges[r].end, ranges[r].begin, &size) || size < 0 ||

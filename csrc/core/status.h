@@ -1,14 +1,14 @@
-/* Failing with a message: the one way in which the library says no. */
+/* Failing with a message: the only way in which the library reports an error. */
 #ifndef TX_CORE_STATUS_H
 #define TX_CORE_STATUS_H
 
 #include "csrc/torch_ext.h"
 
-/* Formats the message into `error` (which may be NULL) and returns `status`, so that callers write
- * `return tx_fail(error, TX_ERROR_SHAPE, "...")`. Long messages are cut, never overrun. */
+/* Formats the message into `error` (which may be NULL) and returns `status`, so that callers write `return
+ * tx_fail(error, TX_ERROR_SHAPE, "...")`. Long messages are truncated. */
 tx_status tx_fail(tx_error *error, tx_status status, const char *format, ...) __attribute__((format(printf, 3, 4)));
 
-/* `status`; where that is a failure its message begins with "name[i]: ". */
+/* Returns `status`; if it is a failure, puts "name[i]: " in front of its message. */
 tx_status tx_fail_of(const char *name, int64_t i, tx_status status, tx_error *error);
 
 /* Returns from the calling function when `expression` is not TX_OK. */

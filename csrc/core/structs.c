@@ -1,11 +1,11 @@
-/* What bindings need to know of the public structs, as the compiler lays them out. */
+/* The layout of the public structs, as the compiler lays them out, for bindings (tx_struct_at). */
 #include <stddef.h>
 
 #include "csrc/torch_ext_advanced.h"
 #include "csrc/torch_ext_cycle.h"
 #include "csrc/torch_ext_delta.h"
 
-/* A field's type in the words of tx_struct_field. Pointers to functions have too many types to be told apart. */
+/* The type of a field, as tx_struct_field names it. Function pointers have too many types to tell them apart. */
 /* clang-format off */
 #define POINTS_TO(name) const name *: #name " *"
 #define TYPE_OF(value) _Generic((value),                                                        \

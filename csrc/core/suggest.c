@@ -22,7 +22,7 @@ int64_t tx_edit_distance(const char *a, const char *b) {
   for (int64_t j = 0; j <= columns; j++)
     distance[0][j] = j;
   for (int64_t i = 1; i <= rows; i++) {
-    const int64_t *before = distance[(i + 1) % 3]; /* row i - 2; not read while i = 1 */
+    const int64_t *before = distance[(i + 1) % 3]; /* row i - 2; not read if i = 1 */
     const int64_t *above = distance[(i + 2) % 3];
     int64_t *row = distance[i % 3];
     row[0] = i;
@@ -47,7 +47,7 @@ const char *tx_nearest(const char *name, const char *const *candidates, int64_t 
   return nearest;
 }
 
-/* Whether a word is `plain` in lower case, without what people put between its parts. */
+/* Whether `word`, in lower case and without -, _, dots and spaces, is `plain`. */
 static int is_spelled(const char *word, const char *plain) {
   for (; *word; word++) {
     if (strchr("-_. ", *word)) continue;

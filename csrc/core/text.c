@@ -9,8 +9,8 @@
 
 #include "csrc/core/fp_mode.h"
 
-/* On x86_64 printf and strtod ask the x87 how to round, which nothing else here uses: its control word, as a program
- * begins with it. (fesetenv, which sets this among others, takes longer than most texts.) */
+/* On x86_64 printf and strtod round as the x87 control word says, which nothing else here uses. This is its value at
+ * program start. (fesetenv, which also sets it, takes longer than formatting most texts.) */
 #if defined(__x86_64__)
 #define X87_PLAIN 0x037f
 static uint16_t x87_control(void) {
@@ -31,16 +31,16 @@ static void set_x87_control(uint16_t control) {
 }
 #endif
 
-/* What the calling thread had set. */
-typedef struct callers {
-  locale_t plain; /* 0: there is no memory for one, and the caller's is used */
+/* The modes that the calling thread had set. */
+typedef struct caller_mode {
+  locale_t plain; /* the C locale; 0: out of memory, and the caller's locale is used */
   locale_t locale;
   tx_fp_mode mode;
   uint16_t x87;
-} callers;
+} caller_mode;
 
-static callers set_aside(void) {
-  callers had = {.plain = newlocale(LC_ALL_MASK, "C", (locale_t)0)};
+static caller_mode enter_plain_mode(void) {
+  caller_mode had = {.plain = newlocale(LC_ALL_MASK, "C", (locale_t)0)};
   had.locale = uselocale(had.plain); /* 0 changes nothing */
   had.x87 = x87_control();
   set_x87_control(X87_PLAIN);
@@ -48,7 +48,7 @@ static callers set_aside(void) {
   return had;
 }
 
-static void bring_back(const callers *had) {
+static void leave_plain_mode(const caller_mode *had) {
   tx_fp_leave(had->mode);
   set_x87_control(had->x87);
   (void)uselocale(had->locale);
@@ -56,9 +56,9 @@ static void bring_back(const callers *had) {
 }
 
 int tx_text_vformat(char *data, size_t capacity, const char *format, va_list arguments) {
-  const callers had = set_aside();
+  const caller_mode had = enter_plain_mode();
   const int length = vsnprintf(data, capacity, format, arguments);
-  bring_back(&had);
+  leave_plain_mode(&had);
   return length;
 }
 
@@ -70,14 +70,14 @@ int tx_text_format(char *data, size_t capacity, const char *format, ...) {
   return length;
 }
 
-/* Bytes of the character at `at`; 0 where there is no whole one (RFC 3629). */
+/* Bytes of the UTF-8 character at `at`; 0 if there is no complete one (RFC 3629). */
 static int character_bytes(const unsigned char *at) {
   const unsigned char lead = at[0];
   if (lead < 0x80) return 1;
   if (lead < 0xc2 || lead > 0xf4) return 0;
   const int bytes = lead < 0xe0 ? 2 : lead < 0xf0 ? 3 : 4;
   for (int i = 1; i < bytes; i++)
-    if ((at[i] & 0xc0) != 0x80) return 0; /* the end of the text, too */
+    if ((at[i] & 0xc0) != 0x80) return 0; /* also at the end of the text */
   const int is_longer_than_needed = (lead == 0xe0 && at[1] < 0xa0) || (lead == 0xf0 && at[1] < 0x90);
   const int is_surrogate = lead == 0xed && at[1] > 0x9f, is_past_the_last = lead == 0xf4 && at[1] > 0x8f;
   return is_longer_than_needed || is_surrogate || is_past_the_last ? 0 : bytes;
@@ -96,9 +96,9 @@ void tx_text_message(char *data, size_t capacity, const char *format, va_list ar
 }
 
 double tx_text_number(const char *text, char **end) {
-  const callers had = set_aside();
+  const caller_mode had = enter_plain_mode();
   const volatile double number = strtod(text, end);
-  bring_back(&had);
+  leave_plain_mode(&had);
   return number;
 }
 
@@ -121,7 +121,7 @@ void tx_text_add_float(tx_text *text, double number) {
   char digits[32];
   (void)tx_text_format(digits, sizeof digits, "%.15g", isnan(number) ? (double)NAN : number);
   const double read = tx_text_number(digits, NULL);
-  /* By their bits: where subnormals count as 0, they are equal to it. */
+  /* Compared by bits: where subnormals count as 0, they would compare equal to 0. */
   if (memcmp(&read, &number, sizeof read) != 0 && !isnan(number))
     (void)tx_text_format(digits, sizeof digits, "%.17g", number);
   tx_text_add(text, "%s%s", digits, digits[strspn(digits, "-0123456789")] ? "" : ".0");

@@ -4,19 +4,19 @@
 
 #include "csrc/core/status.h"
 
-/* One block of the caller's memory: this, then the arrays that it points into. */
+/* One block of the caller's memory: this struct, then the arrays that it points to. */
 struct tx_tracker {
   int64_t n_params;
   int64_t n_buckets;
   int64_t n_learnt;      /* entries of `learnt` */
-  int64_t next;          /* the bucket that tx_tracker_next hands out next */
+  int64_t next;          /* the bucket that tx_tracker_next returns next */
   int64_t finished;      /* this backward is over */
-  int64_t has_learnt;    /* one was finished: `learnt` is fixed */
+  int64_t has_learnt;    /* a backward was finished: `learnt` is fixed */
   int64_t *bucket_of;    /* [n_params] */
   int64_t *ready;        /* [n_params] 0 or 1 */
   int64_t *learnt;       /* [n_params] parameters in the order in which they were ready */
-  int64_t *expected;     /* [n_buckets] parameters of each bucket */
-  int64_t *remaining;    /* [n_buckets] of them, those not ready */
+  int64_t *expected;     /* [n_buckets] number of parameters of each bucket */
+  int64_t *remaining;    /* [n_buckets] number of these that are not ready */
   int64_t *completed_by; /* [n_buckets] the parameter that was ready last, or -1 */
 };
 
@@ -69,7 +69,7 @@ tx_status tx_tracker_init(void *memory, int64_t bytes, int64_t n_params, const i
 void tx_tracker_reset(tx_tracker *t) {
   t->next = 0;
   t->finished = 0;
-  if (!t->has_learnt) t->n_learnt = 0; /* a backward that raised teaches nothing */
+  if (!t->has_learnt) t->n_learnt = 0; /* discard the order of a backward that raised */
   for (int64_t i = 0; i < t->n_params; i++)
     t->ready[i] = 0;
   for (int64_t b = 0; b < t->n_buckets; b++)

@@ -19,12 +19,13 @@ static double now(void) {
   return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* Most answers come at once, and the shortest sleep takes longer than they do: nobody sleeps before both the time and
-   the questions are over. On a busy machine the time is over before the first question. */
+/* When to start sleeping while polling. Most operations complete at once, and the shortest sleep takes longer than they
+ * do, so the poll does not sleep until both this time and this number of polls are exceeded. On a busy machine the time
+ * may be over before the first poll. */
 #define TX_AWAKE_SECONDS 50e-6
-#define TX_AWAKE_QUESTIONS 16
+#define TX_AWAKE_POLLS 16
 
-/* From a microsecond to a millisecond: a rank that is late is late by much. */
+/* Sleeps, from a microsecond up to a millisecond, doubling each time: a rank that is late is usually very late. */
 static void nap(long *nanoseconds) {
   const struct timespec t = {0, *nanoseconds};
   (void)nanosleep(&t, NULL);
@@ -41,7 +42,7 @@ static ncclComm_t *used_for(tx_nccl_comm *comm, int which) {
 }
 
 /* Under the lock. */
-static void kill_comm(tx_nccl_comm *comm, const char *why) {
+static void abort_all(tx_nccl_comm *comm, const char *why) {
   const tx_nccl_table *call = &comm->library->call;
   if (!is_alive(comm)) return;
   (void)snprintf(comm->why, sizeof comm->why, "%s", why);
@@ -54,16 +55,16 @@ static void kill_comm(tx_nccl_comm *comm, const char *why) {
   if (together) (void)call->ncclGroupEnd();
 }
 
-static tx_status refuse_dead(const tx_nccl_comm *comm, const char *what, tx_error *error) {
+static tx_status fail_aborted(const tx_nccl_comm *comm, const char *what, tx_error *error) {
   return tx_fail(error, TX_ERROR_BAD_STATE,
                  "%s: this communicator was aborted and cannot be used any more; end the process on every rank. The "
                  "reason: %s",
                  what, comm->why);
 }
 
-/* Under the lock: aborts with the message, and fails with it. */
+/* Under the lock: aborts the communicator with the message, and returns a failure with it. */
 static tx_status abort_with(tx_nccl_comm *comm, tx_error *error, const char *message) {
-  kill_comm(comm, message);
+  abort_all(comm, message);
   return tx_fail(error, TX_ERROR_UNAVAILABLE, "%s", message);
 }
 
@@ -75,8 +76,8 @@ static tx_status fail_with(tx_nccl_comm *comm, int which, int result, const char
   return abort_with(comm, error, message);
 }
 
-/* Until NCCL has done what it began. */
-static tx_status settle(tx_nccl_comm *comm, int which, int result, const char *what, tx_error *error) {
+/* Under the lock: polls until NCCL has completed what it began. */
+static tx_status poll_until_done(tx_nccl_comm *comm, int which, int result, const char *what, tx_error *error) {
   const double begin = now(), deadline = begin + comm->timeout_seconds;
   tx_status status = TX_OK;
   long nanoseconds = 1000;
@@ -89,13 +90,13 @@ static tx_status settle(tx_nccl_comm *comm, int which, int result, const char *w
       return abort_with(comm, error, message);
     }
     (void)pthread_mutex_unlock(&comm->lock);
-    if (question < TX_AWAKE_QUESTIONS || now() < begin + TX_AWAKE_SECONDS) {
+    if (question < TX_AWAKE_POLLS || now() < begin + TX_AWAKE_SECONDS) {
       (void)sched_yield();
     } else {
       nap(&nanoseconds);
     }
     (void)pthread_mutex_lock(&comm->lock);
-    if (!is_alive(comm)) return refuse_dead(comm, what, error);
+    if (!is_alive(comm)) return fail_aborted(comm, what, error);
     int state = TX_NCCL_IN_PROGRESS;
     const int asked = comm->library->call.ncclCommGetAsyncError(*used_for(comm, which), &state);
     result = asked != TX_NCCL_SUCCESS ? asked : state;
@@ -106,8 +107,9 @@ static tx_status settle(tx_nccl_comm *comm, int which, int result, const char *w
 
 tx_status tx_nccl_run(tx_nccl_comm *comm, int which, tx_nccl_step step, void *arg, const char *what, tx_error *error) {
   (void)pthread_mutex_lock(&comm->lock);
-  const tx_status status = is_alive(comm) ? settle(comm, which, step(comm, *used_for(comm, which), arg), what, error)
-                                          : refuse_dead(comm, what, error);
+  const tx_status status = is_alive(comm)
+                               ? poll_until_done(comm, which, step(comm, *used_for(comm, which), arg), what, error)
+                               : fail_aborted(comm, what, error);
   (void)pthread_mutex_unlock(&comm->lock);
   return status;
 }
@@ -151,8 +153,8 @@ tx_status tx_nccl_comm_new(const tx_nccl_comm_args *args, tx_nccl_comm **comm, t
   (void)pthread_mutex_lock(&made->lock);
   tx_status status = TX_OK;
   for (int i = 0; i < made->n_comms && status == TX_OK; i++)
-    status =
-        settle(made, i, begin(made, i, args), i ? "making the gathers' communicator" : "making a communicator", error);
+    status = poll_until_done(made, i, begin(made, i, args),
+                             i ? "making the gathers' communicator" : "making a communicator", error);
   (void)pthread_mutex_unlock(&made->lock);
   if (status != TX_OK) {
     tx_nccl_comm_free(made);
@@ -170,7 +172,7 @@ static int finalize(tx_nccl_comm *comm, ncclComm_t used, void *arg) {
 void tx_nccl_comm_free(tx_nccl_comm *comm) {
   if (!comm) return;
   for (int i = 0; i < comm->n_comms && is_alive(comm); i++)
-    (void)tx_nccl_run(comm, i, finalize, NULL, "ending a communicator", NULL); /* where it fails, all are aborted */
+    (void)tx_nccl_run(comm, i, finalize, NULL, "ending a communicator", NULL); /* a failure aborts all of them */
   for (int i = 0; i < comm->n_comms; i++)
     if (comm->comms[i]) (void)comm->library->call.ncclCommDestroy(comm->comms[i]);
   (void)pthread_mutex_destroy(&comm->lock);
@@ -180,7 +182,7 @@ void tx_nccl_comm_free(tx_nccl_comm *comm) {
 void tx_nccl_comm_abort(tx_nccl_comm *comm, const char *why) {
   if (!comm) return;
   (void)pthread_mutex_lock(&comm->lock);
-  kill_comm(comm, why ? why : "no reason given");
+  abort_all(comm, why ? why : "no reason given");
   (void)pthread_mutex_unlock(&comm->lock);
 }
 

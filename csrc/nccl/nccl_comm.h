@@ -2,24 +2,25 @@
  *
  * Note [gathers of their own]
  *
- * NCCL runs the operations of one communicator one after the other, so a gather of weights waits for every reduction
- * that was issued before it. With args.gather_id there are two of NCCL's communicators behind one of ours: all-to-all
- * goes to one, all-gather to the other, and the caller gives each a stream. NCCL's kernels wait for other ranks while
- * they hold multiprocessors, so two communicators may wait for each other for ever: where one rank runs the one's
- * kernel, another rank the other's, and neither has room for both. None of that can happen here:
+ * Problem. NCCL runs the operations of one communicator one after the other, so an all-gather of weights would wait for
+ * every reduction that was issued before it. With args.gather_id one of our communicators consists of two of NCCL's:
+ * one for all-to-all, one for all-gather, and the caller gives each a stream of its own. But NCCL's kernels wait for
+ * other ranks while they occupy SMs. So two communicators could wait for each other forever: one rank runs the kernel
+ * of one of them, another rank that of the other, and neither has room for both. That cannot happen here:
  *
- * - Both are issued by one thread, in an order that is the same on all ranks, and recorded as one sequence: ranks whose
- *   orders differ are told. What an operation waits for on the device was queued before it, on every rank; so whatever
- *   is first among the operations that are not done may run everywhere, also where a device has one queue for all
- *   streams (CUDA_DEVICE_MAX_CONNECTIONS=1).
- * - And it has room: each communicator's kernels have at most a quarter of the device's multiprocessors (max_ctas).
- *   NCCL 2.26 and newer with NCCL_LAUNCH_ORDER_IMPLICIT=1 would start kernels in the order of issue and needs no room;
- *   it is an environment variable, which is the user's, and not needed here.
- * - Both are made before either is used, since making one allocates device memory, which may wait for kernels.
- * - Both are aborted in one group: an abort waits for kernels of the device, which may be the other's.
+ *   - Both are issued by one thread, in an order that is the same on all ranks, and recorded as one sequence: a
+ *     difference in order is reported. What an operation waits for on the device was queued before it, on every rank.
+ *     So the first operation that is not done can run on all ranks, even where a device has a single queue for all
+ *     streams (CUDA_DEVICE_MAX_CONNECTIONS=1).
+ *   - There is room: the kernels of each communicator use at most a quarter of the device's SMs (max_ctas). NCCL 2.26
+ *     and newer with NCCL_LAUNCH_ORDER_IMPLICIT=1 would start kernels in the order of issue and would not need that,
+ *     but it is an environment variable, which is for the user to set, and is not needed here.
+ *   - Both are created before either is used, since creating one allocates device memory, which may wait for kernels.
+ *   - Both are aborted in one group: an abort waits for kernels of the device, which may be the other communicator's.
  *
- * The second is made with an id of its own, not by ncclCommSplit: a communicator that shares its parent's resources
- * falls with it, but is not aborted by it, and one that shares none is what this is. */
+ * The second communicator is created with an id of its own, not by ncclCommSplit: a communicator that shares its
+ * parent's resources fails together with it, but is not aborted by it; and one that shares none is the same as this
+ * one. */
 #ifndef TX_NCCL_COMM_H
 #define TX_NCCL_COMM_H
 
@@ -34,26 +35,27 @@ struct tx_nccl_comm {
   int32_t rank, n_ranks;
   double timeout_seconds;
 
-  /* Held for the length of one call of NCCL, none of which blocks: a watchdog may abort from another thread, after
-   * which NCCL's communicator is gone. */
+  /* Held during each call of NCCL, none of which blocks. A watchdog may abort from another thread, after which NCCL's
+   * communicator no longer exists. */
   pthread_mutex_t lock;
-  int32_t n_comms;                 /* 2: gathers have their own */
-  ncclComm_t comms[TX_NCCL_COMMS]; /* NULL: gone, all of them */
-  char why[768];                   /* they were aborted */
+  int32_t n_comms;                 /* 2: all-gathers have a communicator of their own */
+  ncclComm_t comms[TX_NCCL_COMMS]; /* NULL: aborted, all of them */
+  char why[768];                   /* why they were aborted */
 
   int64_t count;                           /* operations so far */
-  uint64_t digest;                         /* of all of them */
-  tx_nccl_record records[TX_NCCL_RECORDS]; /* the last ones, operation i at i % TX_NCCL_RECORDS */
+  uint64_t digest;                         /* digest of all operations */
+  tx_nccl_record records[TX_NCCL_RECORDS]; /* the last operations; operation i is at (i - 1) % TX_NCCL_RECORDS */
 };
 
-/* One call of NCCL, on `used` of a communicator that is alive and locked; its result. */
+/* Makes one call of NCCL on `used`, a communicator of `comm`, which is alive and locked; returns NCCL's result. */
 typedef int (*tx_nccl_step)(tx_nccl_comm *comm, ncclComm_t used, void *arg);
 
-/* Makes the call and polls until NCCL has done its part; an error of NCCL, or none of its answers before the timeout,
- * aborts. which: TX_NCCL_REDUCTIONS, or TX_NCCL_GATHERS, which may be the same. what: for messages. */
+/* Makes the call and polls until NCCL has completed it on the host. An error of NCCL, or no completion before the
+ * timeout, aborts the communicator. which: TX_NCCL_REDUCTIONS, or TX_NCCL_GATHERS, which may be the same communicator.
+ * what: for messages. */
 tx_status tx_nccl_run(tx_nccl_comm *comm, int which, tx_nccl_step step, void *arg, const char *what, tx_error *error);
 
-/* Notes an operation before it is issued. */
+/* Records an operation before it is issued. */
 void tx_nccl_note(tx_nccl_comm *comm, const char *kind, const char *bucket, int64_t n, const tx_nccl_message *messages);
 
 #endif

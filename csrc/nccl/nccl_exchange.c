@@ -1,4 +1,4 @@
-/* What a communicator moves: bytes, in groups that NCCL runs as one operation. */
+/* All-to-all and all-gather of bytes, in groups that NCCL runs as one operation. */
 #include <stdbool.h>
 #include <stdio.h>
 
@@ -11,19 +11,20 @@ typedef struct {
   cudaStream_t stream;
 } operation;
 
-/* A communicator that does not block may say so inside a group, too: the operation was taken, others may follow. */
+/* Whether NCCL accepted an operation. A non-blocking communicator may return "in progress" inside a group too: the
+ * operation was accepted, and others may follow. */
 static bool took(int result) {
   return result == TX_NCCL_SUCCESS || result == TX_NCCL_IN_PROGRESS;
 }
 
-/* Every part to its rank and every rank's from it; this rank's own too. */
+/* Sends every part to its rank and receives a part from every rank, this rank included. */
 static int exchange_parts(const tx_nccl_comm *comm, ncclComm_t used, const tx_nccl_message *m, cudaStream_t stream) {
   const tx_nccl_table *call = &comm->library->call;
   const size_t bytes = (size_t)m->bytes;
   if (call->ncclAlltoAll) return call->ncclAlltoAll(m->send, m->receive, bytes, TX_NCCL_UINT8, used, stream);
   int result = TX_NCCL_SUCCESS;
   for (int32_t i = 0; i < comm->n_ranks && took(result); i++) {
-    const int32_t peer = (comm->rank + i) % comm->n_ranks; /* not all of them to rank 0 first */
+    const int32_t peer = (comm->rank + i) % comm->n_ranks; /* so that not all ranks send to rank 0 first */
     const char *from = (const char *)m->send + (size_t)peer * bytes;
     char *to = (char *)m->receive + (size_t)peer * bytes;
     result = call->ncclSend(from, bytes, TX_NCCL_UINT8, peer, used, stream);
@@ -42,7 +43,7 @@ static int in_one_group(const tx_nccl_comm *comm, ncclComm_t used, const operati
   int result = call->ncclGroupStart();
   for (int64_t i = 0; i < op->n && took(result); i++)
     if (op->messages[i].bytes) result = one(comm, used, &op->messages[i], op->stream);
-  const int ended = call->ncclGroupEnd(); /* also where one was refused: the group is this thread's */
+  const int ended = call->ncclGroupEnd(); /* also if an operation was rejected: the group belongs to this thread */
   return took(result) ? ended : result;
 }
 

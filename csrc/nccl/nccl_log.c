@@ -1,5 +1,5 @@
-/* What was exchanged, in words that ranks compare: collectives have no tags, so ranks that are at different operations
- * would take each other's bytes, or wait for ever. */
+/* The records of what was exchanged, which ranks compare. Collectives have no tags, so ranks that are at different
+ * operations would receive each other's bytes, or wait forever. */
 #include <stdio.h>
 #include <string.h>
 
@@ -34,7 +34,7 @@ tx_status tx_nccl_records(const tx_nccl_comm *comm, tx_nccl_record *records, tx_
   return TX_OK;
 }
 
-/* The rank's record of an operation; NULL where it has none (any more). */
+/* A rank's record of an operation; NULL if it has none, or has it no longer. */
 static const tx_nccl_record *find(const tx_nccl_record *records, int64_t operation) {
   const tx_nccl_record *record = &records[(operation - 1) % TX_NCCL_RECORDS];
   return record->operation == operation ? record : NULL;
@@ -78,7 +78,7 @@ tx_status tx_nccl_compare(int64_t n_ranks, const tx_nccl_record *records, tx_err
   }
   const int64_t n = last < TX_NCCL_RECORDS ? last : TX_NCCL_RECORDS;
   for (int64_t i = 0; i < n; i++) {
-    const int64_t operation = last - n + 1 + i; /* which may be the largest number: records come from other ranks */
+    const int64_t operation = last - n + 1 + i; /* may be INT64_MAX, since records come from other ranks */
     const tx_nccl_record *mine = find(records, operation);
     for (int64_t rank = 1; rank < n_ranks; rank++) {
       const tx_nccl_record *theirs = find(records + rank * TX_NCCL_RECORDS, operation);

@@ -31,7 +31,7 @@ static const symbol_row kSymbols[] = {
 #undef TX_NCCL_OPTIONAL
 };
 
-/* The one that the process has already, which is torch's; else the caller's; else the system's. */
+/* Opens the library that the process has already loaded, which is torch's; else the caller's; else the system's. */
 static void *open_library(const char *path, char *reason, size_t size) {
   void *handle = dlopen(TX_LIBNCCL, RTLD_NOW | RTLD_NOLOAD);
   if (handle) return handle;

@@ -1,6 +1,6 @@
 /* NCCL as a table of function pointers: nothing is linked to it, and its header is not needed. Enumerations are ints
- * here, as they are in its ABI, and windows, whose type has changed its name, void *. tests/core/nccl_abi_test.cc
- * compares these declarations with NVIDIA's. */
+ * here, as in its ABI; windows, whose type has been renamed, are void *. tests/core/nccl_abi_test.cc compares these
+ * declarations with NVIDIA's. */
 #ifndef TX_NCCL_TABLE_H
 #define TX_NCCL_TABLE_H
 
@@ -23,8 +23,8 @@ typedef struct tx_nccl_id {
 /* ncclResult_t, ncclDataType_t */
 enum { TX_NCCL_SUCCESS = 0, TX_NCCL_IN_PROGRESS = 7, TX_NCCL_UINT8 = 1 };
 
-/* ncclConfig_t of 2.28. An older NCCL reads as much as it knows, a newer one takes its own defaults for the rest: both
- * go by `size`. */
+/* ncclConfig_t of 2.28. By `size`, an older NCCL reads only the fields it knows, and a newer one uses its defaults for
+ * the rest. */
 typedef struct tx_nccl_config {
   size_t size;
   unsigned magic, version;
@@ -54,7 +54,7 @@ typedef struct tx_nccl_table {
 
 #define TX_NCCL_FLOOR_MAJOR 2
 #define TX_NCCL_FLOOR_MINOR 19
-/* As ncclGetVersion says it, since 2.9. */
+/* The code that ncclGetVersion returns, since 2.9. */
 #define TX_NCCL_CODE(major, minor) ((major)*10000 + (minor)*100)
 
 struct tx_nccl {

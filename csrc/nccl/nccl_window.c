@@ -1,10 +1,10 @@
-/* Memory that every rank's NCCL may read and write directly. */
+/* Device memory that every rank's NCCL may read and write directly. */
 #include "csrc/core/status.h"
 #include "csrc/nccl/nccl_comm.h"
 
 typedef struct {
   tx_nccl_memory *memory;
-  void *window; /* NCCL may write it after its call has returned */
+  void *window; /* NCCL may write it after the call has returned */
 } registration;
 
 static int allocate(tx_nccl_comm *comm, ncclComm_t used, void *arg) {
@@ -23,7 +23,7 @@ static int leave(tx_nccl_comm *comm, ncclComm_t used, void *arg) {
   return comm->library->call.ncclCommWindowDeregister(used, arg);
 }
 
-/* Where memory keeps its window of that communicator. */
+/* The field of `memory` that has the window of this communicator. */
 static void **window_of(tx_nccl_memory *memory, int which) {
   return which == TX_NCCL_GATHERS ? &memory->gather_window : &memory->window;
 }
@@ -53,7 +53,7 @@ tx_status tx_nccl_memory_new(tx_nccl_comm *comm, tx_nccl_memory *memory, tx_erro
 
 void tx_nccl_memory_free(tx_nccl_comm *comm, tx_nccl_memory *memory) {
   if (!comm || !memory || !memory->data) return;
-  /* An aborted communicator has no windows any more, but the memory is ours. */
+  /* An aborted communicator has no windows any more, but the memory still has to be freed. */
   for (int i = 0; i < comm->n_comms; i++)
     if (*window_of(memory, i)) (void)tx_nccl_run(comm, i, leave, *window_of(memory, i), "unregistering memory", NULL);
   (void)comm->library->call.ncclMemFree(memory->data);

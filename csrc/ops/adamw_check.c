@@ -1,4 +1,4 @@
-/* What tx_adamw refuses. */
+/* Checks the arguments of tx_adamw. */
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
@@ -12,11 +12,11 @@
 #include "csrc/ops/operator_checks.h"
 #include "csrc/ops/tensor.h"
 
-/* 2^24: the largest count of which an fp32 step still knows the next one. */
+/* 2^24: beyond it an fp32 step count cannot be increased by 1. */
 #define TX_MAX_STEP 16777216.0f
 
-/* as_torch: 1 where the message names the betas, and group i, as torch.optim does, 0: as tx_adamw_args does. where: how
- * the message begins instead of with the group; may be NULL. */
+/* as_torch: 1: the message names the betas and group i as torch.optim does; 0: as tx_adamw_args does. where: the
+ * beginning of the message, in place of the group; may be NULL. */
 static tx_status check_group(const tx_adamw_group *group, int as_torch, const char *where, int64_t i, tx_error *error) {
   static const char finite[] = "a finite number >= 0", beta[] = "a number in [0, 1)", flag[] = "0 or 1";
   const struct {
@@ -75,7 +75,7 @@ static tx_status check_groups(const tx_adamw_args *a, int reads_values, tx_error
   return TX_OK;
 }
 
-/* The legal dtypes of one stream, from the lists of combos.def, for messages. `list` has room for all of them. */
+/* Lists the legal dtypes of one argument, from combos.def, for messages. `list` has room for all of them. */
 static void append(char *list, tx_dtype dtype) {
   if (*list) strcat(list, ", ");
   strcat(list, dtype == TX_NONE ? "none" : tx_dtype_name(dtype));
@@ -145,7 +145,7 @@ tx_status tx_check_external(const char *name, int32_t on_external_write, tx_erro
 
 static tx_status check_tensor(const tx_adamw_args *a, int64_t i, int reads_values, tx_error *error) {
   const int64_t numel = a->params[i].numel;
-  /* an empty parameter has no dtype to honour: there is nothing to step */
+  /* the dtypes of an empty parameter do not matter: there is nothing to step */
   if (numel > 0 && !is_legal(a, i)) return fail_combo(a, i, error);
   const tx_tensor master = tx_at_or_none(a->masters, i);
   if (master.numel != 0 && master.numel != numel) {

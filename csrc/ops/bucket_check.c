@@ -1,4 +1,4 @@
-/* What the operators on buckets refuse. */
+/* Checks the arguments of the operators on buckets. */
 #include <math.h>
 
 #include "csrc/core/dtype.h"
@@ -6,12 +6,14 @@
 #include "csrc/ops/operator_checks.h"
 #include "csrc/ops/tensor.h"
 
-/* The least number that is not finite as fp32: half an ulp above the largest, a tie that goes to the even one. */
+/* The least double that becomes infinite as fp32: half an ulp above the largest fp32, a tie that rounds to even. */
 #define ROUNDS_TO_INFINITY 0x1.ffffffp127
 
-/* -- tensors and their ranges of a bucket ----------------------------------------------------------------------- */
+/* -- tensors and their ranges in a bucket
+ * ---------------------------------------------------------------------------- */
 
-/* Bucket and scales belong together, and each range lies in the bucket, on a block edge where there are blocks. */
+/* Checks that bucket and scales fit each other, and that each range is in the bucket and, in a scaled bucket, begins at
+ * a block. */
 static tx_status check_ranges(tx_tensor bucket, tx_tensor scales, int64_t n, const char *name, const tx_tensor *tensors,
                               const int64_t *offsets, tx_error *error) {
   TX_FORWARD(tx_check_wire("bucket", "scales", -1, bucket, scales, error));
@@ -65,7 +67,7 @@ tx_status tx_check_bucket_unpack(tx_tensor bucket, tx_tensor scales, int64_t n, 
   return tx_check_overlap(spans, 3, error);
 }
 
-/* -- adding up -------------------------------------------------------------------------------------------------- */
+/* -- sums --------------------------------------------------------------------------------------------------------- */
 
 tx_status tx_check_bucket_accumulate(int64_t n, const tx_tensor *main_grads, const tx_tensor *grads, tx_error *error) {
   const tx_span spans[] = {{"main_grads", main_grads, n, 1}, {"grads", grads, n, 0}};
@@ -78,7 +80,7 @@ tx_status tx_check_bucket_accumulate(int64_t n, const tx_tensor *main_grads, con
   return tx_check_overlap(spans, 2, error);
 }
 
-/* Every chunk is like the first, and as long as the shard. */
+/* Checks that every chunk has the dtype of the first and the length of the shard. */
 static tx_status check_chunks(const tx_bucket_reduce_args *a, tx_error *error) {
   for (int64_t i = 0; i < a->n; i++) {
     const tx_tensor chunk = a->chunks[i];
@@ -95,7 +97,8 @@ static tx_status check_chunks(const tx_bucket_reduce_args *a, tx_error *error) {
   return TX_OK;
 }
 
-/* The chunk that is the shard itself, or NULL. Each element of it is read before it is written. */
+/* The chunk that is the shard itself, or NULL. That is legal because each of its elements is read before it is
+ * written. */
 static const tx_tensor *in_place(const tx_bucket_reduce_args *a) {
   for (int64_t i = 0; i < a->n && !a->accumulate; i++) {
     if (a->chunks[i].data == a->shard.data && a->chunks[i].dtype == a->shard.dtype) return &a->chunks[i];

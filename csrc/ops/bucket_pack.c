@@ -1,4 +1,4 @@
-/* tx_bucket_pack and tx_bucket_unpack: between tensors and their ranges of a bucket. */
+/* tx_bucket_pack and tx_bucket_unpack: copies between tensors and their ranges in a bucket. */
 #include "csrc/core/status.h"
 #include "csrc/cpu/kernels.h"
 #include "csrc/ops/convert.h"
@@ -14,8 +14,8 @@ typedef struct pack_context {
   int form;
 } pack_context;
 
-/* The first gradient that ends behind `position`; n where there is none. */
-static int64_t first_behind(const tx_bucket_pack_args *a, int64_t position) {
+/* The first gradient that ends after `position`; n if there is none. */
+static int64_t first_after(const tx_bucket_pack_args *a, int64_t position) {
   int64_t low = 0, high = a->n;
   while (low < high) {
     const int64_t middle = low + (high - low) / 2;
@@ -28,7 +28,7 @@ static int64_t first_behind(const tx_bucket_pack_args *a, int64_t position) {
   return low;
 }
 
-/* Zeroes [begin, end), which no gradient covers. A block that a gradient ends in keeps the gradient's scale. */
+/* Zeroes [begin, end), which no gradient covers. A block in which a gradient ends keeps the scale of that gradient. */
 static void zero_gap(const pack_context *c, int64_t begin, int64_t end) {
   const tx_tensor bucket = c->args->bucket;
   int64_t edge = begin;
@@ -40,7 +40,7 @@ static void zero_gap(const pack_context *c, int64_t begin, int64_t end) {
   if (edge < end) tx_convert_zeros(c->kernels, tx_run_at(c->form, bucket, c->args->scales, edge), end - edge);
 }
 
-/* A piece of the bucket: the gradients that lie in it and the gaps between them. */
+/* Packs a piece of the bucket: the gradients in it and the gaps between them. */
 static void pack_piece(void *ctx, void *local, int64_t tensor, int64_t begin, int64_t count) {
   (void)local, (void)tensor;
   const pack_context *c = ctx;
@@ -48,7 +48,7 @@ static void pack_piece(void *ctx, void *local, int64_t tensor, int64_t begin, in
   const int32_t rounding = tx_form_is_scaled(c->form) ? a->rounding : TX_NEAREST;
   const int64_t end = begin + count;
   int64_t at = begin;
-  for (int64_t i = first_behind(a, begin); at < end; i++) {
+  for (int64_t i = first_after(a, begin); at < end; i++) {
     const int64_t gap_end = i < a->n && a->offsets[i] < end ? a->offsets[i] : end;
     if (at < gap_end) zero_gap(c, at, gap_end);
     at = at < gap_end ? gap_end : at;

@@ -1,4 +1,4 @@
-/* tx_bucket_accumulate and tx_bucket_reduce: adding gradients up, over micro-batches and over ranks. */
+/* tx_bucket_accumulate and tx_bucket_reduce: sums of gradients over micro-batches and over ranks. */
 #include "csrc/core/status.h"
 #include "csrc/cpu/kernels.h"
 #include "csrc/ops/operator_checks.h"

@@ -1,4 +1,4 @@
-/* tx_cast: lists of tensors from any form to any other. */
+/* tx_cast: converts lists of tensors between any two forms. */
 #include "csrc/core/status.h"
 #include "csrc/cpu/kernels.h"
 #include "csrc/ops/convert.h"

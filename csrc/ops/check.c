@@ -35,7 +35,7 @@ tx_status tx_check_tensors(const tx_span *spans, int64_t n_spans, tx_error *erro
         return tx_fail(error, TX_ERROR_SHAPE, "%s[%lld] has numel %lld; a count is never negative", spans[s].name,
                        (long long)i, (long long)t->numel);
       }
-      if (t->numel > TX_MAX_NUMEL) { /* so that no size in bytes overflows */
+      if (t->numel > TX_MAX_NUMEL) { /* limits sizes in bytes, so that none overflows */
         return tx_fail(error, TX_ERROR_SHAPE, "%s[%lld] has numel %lld; at most 2^56 is legal", spans[s].name,
                        (long long)i, (long long)t->numel);
       }

@@ -1,10 +1,10 @@
-/* Checks that every operator makes before it writes. Messages name the argument and the index. */
+/* Checks that operators make before they write. Messages name the argument and the index. */
 #ifndef TX_OPS_CHECK_H
 #define TX_OPS_CHECK_H
 
 #include "csrc/torch_ext.h"
 
-/* One entry of a call's memory: a list (or a single tensor with n = 1), whether the call writes it. */
+/* An argument of a call: a list of tensors (or a single tensor, n = 1), and whether the call writes it. */
 typedef struct tx_span {
   const char *name;
   const tx_tensor *tensors; /* NULL: the list is absent */
@@ -12,50 +12,51 @@ typedef struct tx_span {
   int writes;
 } tx_span;
 
-/* For every tensor: numel >= 0, data not NULL unless numel is 0, dtype known. */
+/* Checks for every tensor: numel >= 0, data not NULL unless numel is 0, dtype known. */
 tx_status tx_check_tensors(const tx_span *spans, int64_t n_spans, tx_error *error);
 
-/* No byte is written through two entries, nor written through one and read through another. O(n log n) at worst, O(n)
- * where lists are in address order. */
+/* Checks that no byte is written through two tensors, or written through one and read through another. O(n log n) at
+ * worst, O(n) if lists are in address order. */
 tx_status tx_check_overlap(const tx_span *spans, int64_t n_spans, tx_error *error);
 
-/* The same, where the caller keeps the order in which memory lies: the next call, of memory that lies alike, is O(n).
- * places: room of them, fewer are of no use; whatever is in them is legal. */
+/* tx_check_overlap with a cache of the order of the tensors in memory, which makes the next call with the same
+ * arrangement O(n). places: the cache, for `room` entries; with fewer entries than tensors it is not used. Any content
+ * is legal. */
 typedef struct tx_order {
   int32_t *places;
   int64_t room;
 } tx_order;
 tx_status tx_check_overlap_noted(const tx_span *spans, int64_t n_spans, const tx_order *order, tx_error *error);
 
-/* The same, but for one entry of a list, which is passed over; NULL: none. */
+/* tx_check_overlap without one entry of a list; NULL: with all. */
 tx_status tx_check_overlap_but(const tx_span *spans, int64_t n_spans, const tx_tensor *left_out, tx_error *error);
 
-/* The list is not absent, unless n is 0. */
+/* Checks that a list is not NULL unless n is 0. */
 tx_status tx_check_present(const char *name, const void *list, int64_t n, tx_error *error);
 
-/* `tensor` is none, or has exactly `numel` elements of `dtype`; required: it must not be none. */
+/* Checks that `tensor` is none, or has exactly `numel` elements of `dtype`. required: it must not be none. */
 tx_status tx_check_fixed(const char *name, tx_tensor tensor, tx_dtype dtype, int64_t numel, int required,
                          tx_error *error);
 
-/* a[i].numel == b[i].numel for all i; messages name both. */
+/* Checks that a[i].numel == b[i].numel for all i; messages name both. */
 tx_status tx_check_same_numel(const char *a_name, const tx_tensor *a, const char *b_name, const tx_tensor *b, int64_t n,
                               tx_error *error);
 
-/* Each tensor that has elements is F32, BF16 or F16. */
+/* Checks that each tensor that has elements is F32, BF16 or F16. */
 tx_status tx_check_plain(const char *name, const tx_tensor *tensors, int64_t n, tx_error *error);
 
-/* Data that travels: plain or, where its scales are given, U8 in TX_FORMAT_SIGNED, and one uint8 of scale per block. An
- * empty tensor is fine in any dtype. index < 0: a single tensor, messages without an index. */
+/* Checks wire data: plain, or U8 in TX_FORMAT_SIGNED with one uint8 scale per block. An empty tensor may have any
+ * dtype. index < 0: a single tensor, messages without an index. */
 tx_status tx_check_wire(const char *name, const char *scales_name, int64_t index, tx_tensor tensor, tx_tensor scales,
                         tx_error *error);
 
-/* parallel is NULL or a struct of a known size with a `run` where it has more than one thread. */
+/* Checks that parallel is NULL, or a struct of the right size that has a `run` if it has more than one thread. */
 tx_status tx_check_parallel(const tx_parallel *parallel, tx_error *error);
 
-/* 0 nearest, 1 dithered, 2 stochastic. */
+/* Checks a rounding: 0 nearest, 1 dithered, 2 stochastic. */
 tx_status tx_check_rounding(const char *name, int32_t rounding, tx_error *error);
 
-/* Bytes of an element of one of the operators' dtypes; 0 for a dtype that is none. */
+/* Bytes per element of a dtype that operators take; 0 for any other dtype. */
 int64_t tx_element_size(tx_dtype dtype);
 
 static inline int64_t tx_blocks(int64_t numel) {

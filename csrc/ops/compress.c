@@ -1,4 +1,4 @@
-/* tx_compress and tx_expand: bf16 on the wire in three quarters of its bytes. */
+/* tx_compress and tx_expand: lossless compression of bf16 to three quarters of its bytes. */
 #include "csrc/core/status.h"
 #include "csrc/cpu/kernels.h"
 #include "csrc/ops/check.h"
@@ -33,13 +33,13 @@ tx_status tx_compress(tx_tensor values, tx_tensor message, int64_t *rest, tx_err
   if (escapes == TX_COMPRESSED_NOT) {
     memcpy((char *)message.data + kHeader, values.data, (size_t)(message.numel - kHeader));
     *rest = 2 * values.numel - (message.numel - kHeader);
-  } else { /* what was in memory before is nobody's business */
+  } else { /* so that the message does not contain previous content of the memory */
     memset(to.escapes + 2 * escapes, 0, (size_t)(2 * (to.most - escapes)));
   }
   return TX_OK;
 }
 
-/* Whether the counts are those of `escapes`, and each of these is in its block. */
+/* Whether the blocks' counts add up to `escapes`, and each escape is at a position inside its block. */
 static int is_whole(const tx_compressed *from, int64_t escapes) {
   int64_t sum = 0, outside = 0;
   for (int64_t b = 0; b < from->blocks; b++)

@@ -1,4 +1,4 @@
-/* Copies between host memories, a line at a time, with both sides asked for ahead. */
+/* Copies in host memory, a cache line at a time, with prefetches of both sides. */
 #ifndef TX_OPS_COPY_H
 #define TX_OPS_COPY_H
 
@@ -6,12 +6,12 @@
 #include <string.h>
 
 #define TX_LINE ((int64_t)64)
-#define TX_COPY_AHEAD (32 * TX_LINE) /* of what is written; twice as far of what is read */
+#define TX_COPY_AHEAD (32 * TX_LINE) /* distance for the target; twice that for the source */
 
-/* Whole lines of the first `bytes`; returns how many bytes those are. Asks for memory beyond them, too.
+/* Copies whole lines of the first `bytes`; returns how many bytes that was. Prefetches memory beyond them, too.
  *
- * Fixed sizes: the compiler copies a line in registers. What is written has to be fetched as well, and for that a
- * processor waits; what is read it fetches by itself, but begins anew at each page. */
+ * The size of a line is a constant, so that the compiler copies it in registers. The target must be fetched before it
+ * is written, and the processor waits for that. The source it prefetches by itself, but restarts at each page. */
 static inline int64_t tx_copy_lines(char *target, const char *source, int64_t bytes) {
   int64_t at = 0;
   for (; at + TX_LINE <= bytes; at += TX_LINE) {

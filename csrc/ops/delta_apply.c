@@ -1,8 +1,8 @@
-/* tx_delta_apply: weights to the next version, in place.
+/* tx_delta_apply: updates weights to the next version, in place.
  *
- * Note [Two passes]. The first one decodes everything to see whether it is what it should be, the second one writes.
- * What the first one found is kept for the second (tx_delta_records), where it is a segment of one version and not much
- * beside the weights; all else is decoded again. */
+ * Note [Two passes]. The first pass decodes everything to verify it; the second pass writes. What the first pass
+ * decoded is kept for the second one (tx_delta_records) if it is a segment of a single version and small compared with
+ * the weights; everything else is decoded again. */
 #include <inttypes.h>
 #include <stdlib.h>
 
@@ -16,13 +16,13 @@
 #include "csrc/ops/delta_tasks.h"
 #include "csrc/ops/parallel.h"
 
-/* A change on its way through the blocks of its segment. */
+/* The state of decoding one change, block by block. */
 typedef struct version_state {
   tx_delta_segment segment;
   tx_delta_decoder decoder;
   tx_planes_message dense;
-  int64_t dense_at; /* elements of dense blocks that were passed */
-  int64_t left;     /* weights that may still change */
+  int64_t dense_at; /* elements of dense blocks so far */
+  int64_t left;     /* changed weights that are still to be decoded, at most */
 } version_state;
 
 typedef struct apply_room {
@@ -44,12 +44,12 @@ typedef struct apply_work {
   int full, writes;
 } apply_work;
 
-/* A block of a parameter, as it was and as it becomes. */
+/* A block of a parameter, where it is in memory, and its content. */
 typedef struct block_view {
   const tx_delta_piece *pieces;
   int64_t n_pieces, begin, n, item;
-  char *memory;  /* where its elements lie together; else NULL */
-  void *content; /* as it is at the version that was reached */
+  char *memory;  /* the address of its elements if they are contiguous; else NULL */
+  void *content; /* the elements at the version reached so far */
   const uint8_t *held;
   int64_t n_held;
 } block_view;
@@ -64,7 +64,7 @@ static uint32_t get_weight(const void *from, int64_t at, int64_t item) {
   return weight;
 }
 
-/* The whole block from the copy into memory. */
+/* Writes a whole block from a copy into memory. */
 static void write_block(const block_view *v, const void *content) {
   if (v->memory) {
     if (v->memory != content) memcpy(v->memory, content, (size_t)(v->n * v->item));
@@ -77,7 +77,8 @@ static void write_block(const block_view *v, const void *content) {
   }
 }
 
-/* Where the block's elements are: together in memory, where one version is looked at and nothing else, or copied. */
+/* Finds the block's elements. They are used in place if they are contiguous and `copies` is 0; else they are copied to
+ * the room. */
 static block_view view_block(const apply_work *w, apply_room *room, const tx_delta_change *c, int64_t at, int copies) {
   const tx_delta_receiver *r = w->receiver;
   const int64_t left = c->numel - at;
@@ -102,7 +103,7 @@ static block_view view_block(const apply_work *w, apply_room *room, const tx_del
   return v;
 }
 
-/* Changed weights of a block that is no dense one. record: where they are kept; NULL: in the room. */
+/* Decodes the changed weights of a block that is not dense. record: where they are kept; NULL: in the room. */
 static tx_status decode_block(const apply_work *w, apply_room *room, version_state *s, const block_view *v, int copied,
                               tx_delta_record *record, int64_t block) {
   if (v->n_held < v->n && !(s->segment.flags & TX_DELTA_SLICEABLE)) return TX_ERROR_MISMATCH;
@@ -119,7 +120,8 @@ static tx_status decode_block(const apply_work *w, apply_room *room, version_sta
   return TX_OK;
 }
 
-/* One version of one block. copied: the block is in the room, and becomes what it is at this version. */
+/* Applies one version to one block. copied: the block is a copy in the room, which becomes its content at this
+ * version. */
 static tx_status change_block(const apply_work *w, apply_room *room, version_state *s, const tx_delta_change *c,
                               int64_t at, const block_view *v, int copied, tx_delta_record *record) {
   if (s->segment.dense >> (at / TX_DELTA_BLOCK) & 1u) {
@@ -140,7 +142,7 @@ static void sum_block(tx_delta_change *c, int64_t at, const block_view *v, tx_dt
   c->full += tx_delta_sum_of(sums, (v->n + TX_CHECKSUM - 1) / TX_CHECKSUM, (c->in_run + at) / TX_CHECKSUM);
 }
 
-/* Takes the segments of a group apart. */
+/* Reads the segments of a group. */
 static tx_status begin_group(const apply_work *w, apply_room *room, const tx_delta_change *changes, int64_t n) {
   for (int64_t i = 0; i < n; i++) {
     const tx_delta_change *c = &changes[i];
@@ -160,7 +162,7 @@ static tx_status begin_group(const apply_work *w, apply_room *room, const tx_del
   return TX_OK;
 }
 
-/* Elements of a parameter that the receiver holds none of need not be read. */
+/* Whether the receiver holds any of the change's elements; if not, they need not be decoded. */
 static int is_held(const tx_delta_receiver *r, const tx_delta_change *c) {
   if (!r->lacks) return 1;
   for (int64_t p = r->first_piece[c->param]; p < r->first_piece[c->param + 1]; p++) {
@@ -176,7 +178,8 @@ static int is_held(const tx_delta_receiver *r, const tx_delta_change *c) {
   return 0;
 }
 
-/* The changes of a group to one block after the other. record: NULL, or that of the one change. */
+/* Applies the changes of a group to one block after the other. record: NULL, or the record of the group's single
+ * change. */
 static void change_blocks(const apply_work *w, apply_room *room, tx_delta_change *changes, int64_t n,
                           tx_delta_record *record) {
   const tx_dtype dtype = (tx_dtype)w->receiver->params[changes->param].dtype;
@@ -231,7 +234,7 @@ static void apply_group(void *ctx, int64_t task, int64_t g) {
     changes[i].touched = room->states[i].decoder.touched;
 }
 
-/* What the first pass found. */
+/* Checks what the first pass found. */
 static tx_status judge(const tx_delta_receiver *r, tx_delta_plan *plan, int full, tx_error *error) {
   for (int64_t i = 0; i < plan->n_changes; i++) {
     const tx_delta_change *c = &plan->changes[i];
@@ -269,7 +272,7 @@ static tx_status judge(const tx_delta_receiver *r, tx_delta_plan *plan, int full
   return TX_OK;
 }
 
-/* The elements of a version's runs, of those with a sum of all weights: as many as the model has? */
+/* Checks that a full message, and with `full` the sums over all weights, cover all elements of the model. */
 static tx_status check_extent(const tx_delta_receiver *r, const tx_delta_plan *plan, const tx_delta_part *first,
                               int full, tx_error *error) {
   int64_t all = 0, with_sum = 0, of_first = 0;

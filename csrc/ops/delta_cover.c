@@ -1,4 +1,4 @@
-/* Pieces of parameters cover each element once, and no memory twice. */
+/* Checks that pieces of parameters cover each element once, and no memory twice. */
 #include "csrc/ops/delta_cover.h"
 
 #include <inttypes.h>
@@ -7,7 +7,7 @@
 #include "csrc/core/delta_pieces.h"
 #include "csrc/core/status.h"
 
-/* Elements of a parameter, or bytes of memory. */
+/* A range of elements of a parameter, or of bytes of memory. */
 typedef struct interval {
   uintptr_t begin, end;
   int64_t piece;
@@ -25,7 +25,7 @@ static int by_param(const void *a, const void *b) {
   return x->first < y->first ? -1 : x->first > y->first;
 }
 
-/* One piece by itself: within its parameter. */
+/* Checks one piece by itself: that it is inside its parameter. */
 static tx_status check_piece(const tx_delta_piece *p, int64_t n_params, const tx_delta_param *params, tx_error *error) {
   if (p->param < 0 || p->param >= n_params) {
     return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "a piece is of parameter %" PRId64 "; 0 to %" PRId64 " is legal",
@@ -54,8 +54,8 @@ static tx_status check_piece(const tx_delta_piece *p, int64_t n_params, const tx
   return TX_OK;
 }
 
-/* The pieces of one parameter cover each of its elements once. room: an interval for each row, or for each element
- * where these are fewer. */
+/* Checks that the pieces of one parameter cover each of its elements once. room: one interval per row, or per element
+ * if these are fewer. */
 static tx_status check_cover(const tx_delta_param *param, const tx_delta_piece *pieces, int64_t n, interval *room,
                              tx_error *error) {
   int64_t rows = 0;
@@ -93,11 +93,11 @@ static tx_status check_cover(const tx_delta_param *param, const tx_delta_piece *
   return TX_OK;
 }
 
-/* The memory of a piece as intervals along its smaller stride; as one where it is all of what it spans, or where
- * `whole`. Returns how many; to: NULL, to count. */
+/* Lists the memory of a piece as intervals along its smaller stride; as a single one if the piece fills all that it
+ * spans, or if `whole`. Returns their number; to: NULL, to count only. */
 static int64_t memory_of(const tx_delta_piece *p, int64_t item, int64_t index, int whole, interval *to) {
   const int64_t rs = p->rows > 1 ? llabs(p->row_stride) : 0, cs = p->columns > 1 ? llabs(p->column_stride) : 0;
-  const int by_rows = p->rows > 1 && (p->columns == 1 || rs < cs); /* the short way is along rows */
+  const int by_rows = p->rows > 1 && (p->columns == 1 || rs < cs); /* the smaller stride is that between rows */
   const int64_t inner = by_rows ? p->rows : p->columns, outer = by_rows ? p->columns : p->rows;
   const int64_t step = by_rows ? p->row_stride : p->column_stride, stride = by_rows ? p->column_stride : p->row_stride;
   const int64_t short_step = inner > 1 ? llabs(step) : 1;
@@ -124,8 +124,8 @@ static int64_t memory_of(const tx_delta_piece *p, int64_t item, int64_t index, i
   return many;
 }
 
-/* Whether two elements of a piece are in one place: rows and columns that are as far apart as a multiple of both
- * strides. */
+/* Whether two elements of a piece have the same address: there are a row distance and a column distance inside the
+ * piece that give the same multiple of both strides. */
 static int folds(const tx_delta_piece *p) {
   const int64_t rs = p->rows > 1 ? llabs(p->row_stride) : 1, cs = p->columns > 1 ? llabs(p->column_stride) : 1;
   if (!rs || !cs) return 1;
@@ -138,8 +138,8 @@ static int folds(const tx_delta_piece *p) {
   return cs / common < p->rows && rs / common < p->columns;
 }
 
-/* No memory twice in one piece, nor in two. First by what pieces span; where these overlap, by all of their intervals.
- */
+/* Checks that no memory is twice in a piece, or in two pieces. First compares what pieces span; only if these overlap,
+ * all of their intervals. */
 static tx_status check_memory(const tx_delta_param *params, const tx_delta_piece *pieces, int64_t n, tx_error *error) {
   for (int64_t i = 0; i < n; i++) {
     if (pieces[i].data && folds(&pieces[i]))
@@ -187,7 +187,7 @@ tx_status tx_delta_pieces_check(int64_t n_params, const tx_delta_param *params, 
   int64_t most = 1;
   for (int64_t i = 0, rows = 0; i < n_pieces; i++) {
     rows = (i > 0 && pieces[i].param == pieces[i - 1].param ? rows : 0) + pieces[i].rows;
-    if (rows > params[pieces[i].param].numel) rows = params[pieces[i].param].numel; /* check_cover refuses more */
+    if (rows > params[pieces[i].param].numel) rows = params[pieces[i].param].numel; /* check_cover rejects more */
     most = rows > most ? rows : most;
   }
   interval *room = malloc((size_t)most * sizeof *room);

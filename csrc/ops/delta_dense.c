@@ -1,4 +1,4 @@
-/* Dense blocks of a segment, from bytes. */
+/* Decodes the dense blocks of a segment. */
 #include "csrc/ops/delta_dense.h"
 
 int tx_delta_dense_open(const tx_delta_segment *segment, int64_t numel, tx_dtype dtype, tx_planes_message *message) {

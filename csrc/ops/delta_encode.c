@@ -1,4 +1,4 @@
-/* tx_delta_encode and tx_delta_renew: a rank's part of a version. */
+/* tx_delta_encode and tx_delta_renew: encode a rank's part of a version. */
 #include <inttypes.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -36,7 +36,7 @@ static tx_status check_run_alone(const tx_delta_run *run, tx_error *error) {
   if (run->distances.numel && run->weights.dtype == TX_F32) {
     return tx_fail(error, TX_ERROR_DTYPE, "distances beside fp32 weights; bf16 and fp16 are legal");
   }
-  return tx_check_overlap(spans, 5, error); /* frozen ones may keep the same as others */
+  return tx_check_overlap(spans, 5, error); /* different runs of frozen weights may share what they keep */
 }
 
 static tx_status check_run(const tx_delta_run *run, int64_t i, tx_error *error) {
@@ -50,14 +50,14 @@ static void renew_run(const tx_delta_run *run, const uint64_t *sums) {
   if (run->checksums.numel) memcpy(run->checksums.data, sums, 8 * (size_t)run->checksums.numel);
 }
 
-/* -- the work: one item for each segment ------------------------------------------------------------------------ */
+/* -- the work: one item per segment -------------------------------------------------------------------------------- */
 
 typedef struct segment_item {
   const tx_delta_run *run;
   int64_t begin, numel;
-  uint64_t *sums; /* of its blocks, NULL without checksums */
+  uint64_t *sums; /* checksums of its blocks; NULL if none are kept */
   uint8_t *bytes;
-  uint64_t sum; /* what its blocks add to that of all weights */
+  uint64_t sum; /* its part of the sum over all weights */
   tx_delta_segment_done done;
   int pending; /* something changed since the last version */
 } segment_item;
@@ -66,7 +66,7 @@ typedef struct encode_work {
   segment_item *items;
   int64_t n_items;
   uint64_t *sums;
-  tx_delta_scratch *scratch; /* of each task */
+  tx_delta_scratch *scratch; /* one per task */
   int64_t n_tasks;
   tx_delta_way way;
   int whole;
@@ -74,8 +74,8 @@ typedef struct encode_work {
   _Atomic int failed;
 } encode_work;
 
-/* Whether n weights from `at` on (of the run) that are others than they were may be so for a write of which no changed
- * bit tells: there is none among all of them, or among those of one bound that is not known. */
+/* Whether n weights of the run, from `at` on, whose checksum differs may have been written from outside, without a
+ * changed bit: if there is no changed bit among all of them, or among those of one unknown bound. */
 static int may_be_written(const tx_delta_run *run, int64_t at, int64_t n) {
   if (!run->changed.numel) return 1;
   const uint8_t *changed = (const uint8_t *)run->changed.data;
@@ -92,7 +92,8 @@ static int may_be_written(const tx_delta_run *run, int64_t at, int64_t n) {
   return 0;
 }
 
-/* Blocks of the segment that somebody else wrote to: with another checksum, which no step explains. */
+/* The blocks of the segment that were written from outside: their checksum differs, and steps do not explain that. all:
+ * whatever the changed bits say. */
 static uint32_t compare_sums(const segment_item *item, int all) {
   uint32_t written = 0;
   for (int64_t at = 0; at < item->numel; at += TX_CHECKSUM) {
@@ -146,7 +147,7 @@ static void free_work(encode_work *w) {
   free(w->sums);
 }
 
-/* Cuts runs into items, with all memory that they need; TX_ERROR_OUT_OF_MEMORY. */
+/* Cuts runs into items and allocates all memory that these need; TX_ERROR_OUT_OF_MEMORY. */
 static tx_status cut_runs(encode_work *w, int64_t n_runs, const tx_delta_run *runs, int64_t threads, tx_error *error) {
   int64_t blocks = 0, longest = 0;
   for (int64_t r = 0; r < n_runs; r++) {
@@ -218,7 +219,7 @@ static tx_status check_args(const tx_delta_encode_args *a, const tx_delta_chain 
   if (a->kind < TX_DELTA_CHANGES || a->kind > TX_DELTA_WHOLE) {
     return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "kind is %d; legal: 0 (changes), 1 (whole)", a->kind);
   }
-  /* Of what was saved and is damaged no receiver would take a message, and its changes would be gone. */
+  /* A saved chain may be damaged. Receivers would reject the message, and the changes in it would be lost. */
   if (chain->part < 0 || chain->part >= chain->parts || chain->version < 0 || chain->version >= INT64_MAX - 1 ||
       !(chain->id[0] || chain->id[1])) {
     return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
@@ -262,7 +263,7 @@ static tx_status check_args(const tx_delta_encode_args *a, const tx_delta_chain 
   return TX_OK;
 }
 
-/* A run as it is in the part; to NULL: how many bytes. */
+/* Writes a run of the part; to NULL: only counts. Returns the number of bytes. */
 static int64_t put_run(uint8_t *to, const tx_delta_run *run, const segment_item *items) {
   int64_t body = 0;
   uint64_t touched = 0, sum = 0;

@@ -1,4 +1,4 @@
-/* What deltas say about themselves: nothing of the weights is looked at. */
+/* tx_delta_info_of and tx_delta_params_of: read the headers and tables of deltas, without decoding weights. */
 #include <inttypes.h>
 #include <stdlib.h>
 
@@ -44,7 +44,7 @@ tx_status tx_delta_info_of(tx_tensor message, tx_delta_info *info, tx_error *err
                             .parts = parts[0].parts,
                             .kind = parts[0].kind};
     for (int64_t i = 0; i < n; i++) {
-      int64_t sum; /* hostile counts must not overflow */
+      int64_t sum; /* counts of a forged message must not overflow */
       info->changed = __builtin_add_overflow(info->changed, parts[i].changed, &sum) ? INT64_MAX : sum;
       info->n_runs += runs_that_change(&parts[i]);
       if (!info->n_params) info->n_params = parts[i].n_params;
@@ -54,7 +54,7 @@ tx_status tx_delta_info_of(tx_tensor message, tx_delta_info *info, tx_error *err
   return status;
 }
 
-/* A part's table, of which there is room for n_params entries. */
+/* Reads a part's table; `params` has room for its n_params entries. */
 static int read_table(const tx_delta_part *part, tx_delta_param *params) {
   tx_bytes table = part->table;
   for (int64_t i = 0; i < part->n_params; i++) {

@@ -1,4 +1,4 @@
-/* tx_delta_mark: weights that are not what their masters, or the checksums of the last step, say. */
+/* tx_delta_mark: finds weights that do not match their masters, or the checksums of the last step. */
 #include <inttypes.h>
 
 #include "csrc/core/status.h"
@@ -7,15 +7,15 @@
 #include "csrc/ops/parallel.h"
 #include "csrc/ops/tensor.h"
 
-#define PIECE (64 * TX_TILE) /* weights that a task takes at a time */
+#define PIECE (64 * TX_TILE) /* weights per work item */
 
 typedef struct mark_work {
   tx_delta_written *those;
   int64_t n;
 } mark_work;
 
-/* Bit b: block b of these weights differs from what is kept beside it. at: in the tensor, a multiple of TX_CHECKSUM;
- * count <= TX_TILE. */
+/* Compares `count` weights with their masters or checksum; bit b of the result says that block b differs. at: position
+ * in the tensor, a multiple of TX_CHECKSUM. count <= TX_TILE. */
 static uint32_t differing(const tx_coding_kernels *kernels, const tx_delta_written *of, int64_t at, int64_t count) {
   const tx_dtype dtype = of->weights.dtype;
   const char *weights = (const char *)of->weights.data + 2 * at;
@@ -30,7 +30,7 @@ static uint32_t differing(const tx_coding_kernels *kernels, const tx_delta_writt
 }
 _Static_assert(TX_TILE == TX_CHECKSUM, "a tile has one checksum");
 
-/* The tensor with piece i. */
+/* The tensor that contains piece i. */
 static tx_delta_written *with_piece(const mark_work *w, int64_t i) {
   int64_t low = 0, high = w->n - 1;
   while (low < high) {

@@ -1,4 +1,4 @@
-/* Joining deltas: nothing of the weights is looked at. */
+/* tx_delta_merge: joins messages, without decoding weights. */
 #include <inttypes.h>
 #include <stdlib.h>
 

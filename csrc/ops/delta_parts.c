@@ -1,4 +1,4 @@
-/* The parts of messages, in one list. */
+/* Reads the parts of several messages into one list. */
 #include "csrc/ops/delta_parts.h"
 
 #include <inttypes.h>
@@ -7,7 +7,7 @@
 
 #include "csrc/core/status.h"
 
-/* The parts of one message: counted, and, where there is `to`, put there. */
+/* Reads the parts of one message: counts them and, if `to` is not NULL, appends them to it. */
 static tx_status read_message(const tx_tensor *messages, int64_t i, tx_delta_part *to, int64_t *n, tx_error *error) {
   char what[40];
   (void)snprintf(what, sizeof what, "message %" PRId64, i);

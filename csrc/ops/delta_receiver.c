@@ -1,4 +1,4 @@
-/* Receivers of deltas: their table, their pieces, and the version that they are at. */
+/* Receivers of deltas: their table, their pieces, their version, and the plan of an apply. */
 #include "csrc/ops/delta_receiver.h"
 
 #include <inttypes.h>
@@ -17,7 +17,7 @@ void tx_delta_close(tx_delta_receiver *receiver) {
   free(receiver);
 }
 
-/* Copies of the table and the pieces; 0 where there is no memory. */
+/* Copies the table and the pieces; returns 0 if out of memory. */
 static int copy(tx_delta_receiver *r, const tx_delta_param *params, const tx_delta_piece *pieces) {
   size_t bytes = 1;
   for (int64_t i = 0; i < r->n_params; i++)
@@ -84,7 +84,7 @@ void tx_delta_chain_id(const tx_delta_receiver *receiver, uint64_t *id) {
 
 /* -- versions --------------------------------------------------------------------------------------------------- */
 
-/* All parts of the version that begins the list; *n_of: their number. */
+/* Checks that all parts of the version at the start of the list are there. *n_of: their number. */
 static tx_status check_complete(const tx_delta_part *parts, int64_t n, int64_t *n_of, tx_error *error) {
   int64_t found = 0;
   while (found < n && parts[found].version == parts[0].version && parts[found].kind == parts[0].kind &&
@@ -99,7 +99,7 @@ static tx_status check_complete(const tx_delta_part *parts, int64_t n, int64_t *
   return TX_OK;
 }
 
-/* Changes on top of what the receiver is at. */
+/* Checks that changes follow the receiver's version. */
 static tx_status check_first(const tx_delta_receiver *r, const tx_delta_part *p, tx_error *error) {
   char a[17], b[17];
   const int fresh = !(r->id[0] || r->id[1]);
@@ -168,7 +168,7 @@ static tx_status malformed(const tx_delta_part *part, tx_error *error) {
                  part->part, part->version);
 }
 
-/* The runs of a part: counted with their segments, and put into the plan where it has memory. */
+/* Counts the runs and segments of a part and, if the plan has memory for them, adds them. */
 static tx_status add_part(tx_delta_plan *plan, const tx_delta_receiver *r, const tx_delta_part *part, int64_t order,
                           int all, tx_error *error) {
   tx_bytes runs = part->runs;

@@ -1,4 +1,4 @@
-/* What segments change, kept between looking at it and writing it. */
+/* Keeps the decoded changes of segments between verifying and writing them. */
 #include "csrc/ops/delta_records.h"
 
 #include <stdlib.h>
@@ -7,7 +7,7 @@
 
 enum { kEach = sizeof(uint16_t) + sizeof(uint32_t) };
 
-/* Weights that the segment says it changes; -1 where it cannot be kept. */
+/* The number of weights that the segment says it changes; -1 if its changes cannot be kept. */
 static int64_t changed_of(const tx_delta_change *c) {
   tx_bytes b = {c->bytes, c->bytes + c->n_bytes, 0};
   const uint8_t *flags = tx_take_bytes(&b, 2);
@@ -46,9 +46,9 @@ void tx_delta_records_free(tx_delta_records *records) {
   free(records->memory);
 }
 
-#define AHEAD 64 /* weights, so that their lines are on the way */
+#define AHEAD 64 /* weights to prefetch ahead */
 
-/* Where all are together and of 16 bits, which most are. */
+/* The common case: 16-bit weights that are contiguous in memory. */
 static void write_halves(uint16_t *to, const uint16_t *at, const uint32_t *weight, int32_t n_at) {
   const int32_t ahead = n_at < AHEAD ? n_at : AHEAD;
   for (int32_t i = 0; i < ahead; i++)

@@ -1,4 +1,4 @@
-/* Segments of deltas: which blocks are dense, how the others are coded, and the bytes of it all. */
+/* Encodes the segments of deltas: decides which blocks are dense and how the others are coded, and writes the bytes. */
 #include "csrc/ops/delta_segment_code.h"
 
 #include <stdlib.h>
@@ -9,8 +9,8 @@
 #include "csrc/ops/check.h"
 #include "csrc/torch_ext_advanced.h"
 
-/* Bits of a stream, at most, to each weight of the segment: a position is a gap, a value a distance with all bits or a
- * length with as many. */
+/* The most bits of a stream per weight of the segment: a position is a gap; a value is a distance with all bits, or a
+ * length and as many bits. */
 #define POSITION_BITS (TX_RICE_LONGEST + TX_RICE_RAW)
 #define VALUE_BITS 80
 
@@ -20,7 +20,7 @@ static int64_t stream_room(int32_t s, int64_t numel) {
   return (each * bits + 7) / 8 + 16;
 }
 
-/* Of everything before the streams. */
+/* The most bytes before the streams. */
 static const int64_t kHead = 16 + TX_VARINT_MOST * (TX_DELTA_STREAMS + 2);
 
 int tx_delta_scratch_make(tx_delta_scratch *scratch, int64_t numel) {
@@ -47,7 +47,8 @@ void tx_delta_scratch_free(tx_delta_scratch *scratch) {
   scratch->memory = NULL;
 }
 
-/* Lengths of codes for this dtype and TX_DELTA_RETURNS, made where they are of others. rungs: `first` 0 at first. */
+/* The code lengths for this dtype and TX_DELTA_RETURNS; computed if `rungs` has those of another dtype. Initialise
+ * rungs[].first to 0. */
 static const tx_delta_rungs *rungs_of(tx_delta_rungs rungs[2], tx_dtype dtype, uint32_t flags) {
   const int returns = (flags & TX_DELTA_RETURNS) != 0;
   tx_delta_rungs *of = &rungs[returns];
@@ -55,7 +56,7 @@ static const tx_delta_rungs *rungs_of(tx_delta_rungs rungs[2], tx_dtype dtype, u
   return of;
 }
 
-/* Whether a bound of the block, where something changed, is none. */
+/* Whether a changed TX_BLOCK of the block has no known bound. */
 static int is_boundless(const tx_delta_encoder *e, int64_t begin, int64_t n) {
   if (!tx_delta_any_unknown((const char *)e->moved + 2 * (begin / TX_BLOCK), (n + TX_BLOCK - 1) / TX_BLOCK)) return 0;
   for (int64_t at = begin; at < begin + n; at += TX_BLOCK) {
@@ -68,7 +69,8 @@ static int is_boundless(const tx_delta_encoder *e, int64_t begin, int64_t n) {
   return 0;
 }
 
-/* Whether the block's values take more bits than all of its weights do by entropy, judged by one of every 32. */
+/* Whether the block's values take more bits than the entropy code of all its weights; estimated from one of every 32
+ * weights. */
 static int is_cheaper_dense(const tx_delta_encoder *e, const tx_delta_rungs *returning, int64_t begin, int64_t n,
                             int64_t changed) {
   if (4 * changed < n || e->flags & TX_DELTA_EXACT) return 0;
@@ -84,7 +86,8 @@ static int is_cheaper_dense(const tx_delta_encoder *e, const tx_delta_rungs *ret
   return each * (double)changed + (double)n > (e->dtype == TX_F32 ? 27.0 : 10.6) * (double)n;
 }
 
-/* Which blocks are dense, and what changed in the others. A run without bits or bounds is dense as a whole. */
+/* Decides which blocks are dense; returns how many weights changed in the others. A run without changed bits or bounds
+ * is dense as a whole. */
 static int64_t choose_blocks(tx_delta_encoder *e, uint32_t written, const tx_delta_rungs *returning) {
   int64_t changed = 0;
   for (int64_t b = 0; b * TX_DELTA_BLOCK < e->n; b++) {
@@ -107,7 +110,7 @@ static uint32_t choose_flags(const tx_delta_encoder *e, int64_t changed, tx_delt
   uint32_t flags = e->flags;
   const int64_t numel = e->n - tx_delta_dense_numel(e->dense, e->n);
   if (way.sliceable) flags |= TX_DELTA_SLICEABLE;
-  if (way.returns) flags |= TX_DELTA_RETURNS; /* beside distances: those that are further than these say */
+  if (way.returns) flags |= TX_DELTA_RETURNS; /* with distances: for weights further away than these can say */
   if (flags & TX_DELTA_BOUNDED && !way.sliceable && e->dtype != TX_F32) flags |= 40 * changed < numel ? 1u : 2u;
   if (flags & TX_DELTA_BOUNDED && !(flags & TX_DELTA_EXACT)) {
     flags |= 64 * changed < numel ? 0u : 28 * changed < numel ? 1u << 2 : 2u << 2;
@@ -131,7 +134,7 @@ static void begin_streams(tx_delta_scratch *scratch, int64_t changed) {
   }
 }
 
-/* What comes before the streams' sizes. */
+/* Writes everything before the streams' sizes. */
 static uint8_t *put_head(const tx_delta_encoder *e, uint8_t *to, int64_t changed, int64_t dense, int32_t bound) {
   *to++ = (uint8_t)e->flags;
   *to++ = (uint8_t)(e->flags >> 8);
@@ -148,7 +151,7 @@ static uint8_t *put_head(const tx_delta_encoder *e, uint8_t *to, int64_t changed
   return to;
 }
 
-/* Dense blocks' weights together, coded, at `to`; what is touched of them. */
+/* Encodes the weights of all dense blocks together, at `to`. */
 static tx_status put_dense(tx_delta_scratch *scratch, uint8_t *to, int64_t *bytes, tx_error *error) {
   tx_delta_encoder *e = &scratch->encoder;
   const int64_t size = tx_element_size(e->dtype);
@@ -201,7 +204,7 @@ tx_status tx_delta_segment_encode(tx_delta_scratch *scratch, const tx_delta_run 
                           .dtype = run->weights.dtype,
                           .block = &scratch->block,
                           .ahead = begin + scratch->ahead < run->weights.numel ? scratch->ahead : 0};
-  if (run->changed.numel) { /* else all is dense, and what else is kept says nothing */
+  if (run->changed.numel) { /* else all blocks are dense, and what else is kept is not used */
     e->changed = (const uint8_t *)run->changed.data + begin / 8;
     if (run->moved.numel) e->moved = (const char *)run->moved.data + 2 * (begin / TX_BLOCK);
     if (run->distances.numel) e->distances = (const uint8_t *)run->distances.data + begin / 2;
@@ -211,7 +214,7 @@ tx_status tx_delta_segment_encode(tx_delta_scratch *scratch, const tx_delta_run 
   *done = (tx_delta_segment_done){0};
   if (changed == 0 && e->dense == 0) return TX_OK;
   e->flags = choose_flags(e, changed, way) | (e->dense ? TX_DELTA_DENSE : 0u);
-  if (!(e->flags & (TX_DELTA_BOUNDED | TX_DELTA_EXACT))) e->flags |= TX_DELTA_EXACT; /* nothing is coded by value */
+  if (!(e->flags & (TX_DELTA_BOUNDED | TX_DELTA_EXACT))) e->flags |= TX_DELTA_EXACT; /* no block's values are coded */
   done->changed = changed + tx_delta_dense_numel(e->dense, numel);
   int32_t first = 0;
   if (e->flags & TX_DELTA_BOUNDED) {
@@ -263,7 +266,7 @@ void tx_delta_sums(const void *weights, int64_t numel, tx_dtype dtype, uint64_t 
     (void)kernels->checksum(weights, NULL, sums, numel, TX_CHECKSUM_RENEW);
     return;
   }
-  for (int64_t at = 0; at < numel; at += TX_CHECKSUM) { /* as twice as many words */
+  for (int64_t at = 0; at < numel; at += TX_CHECKSUM) { /* checksum() takes 16-bit words: twice as many */
     const int64_t n = numel - at < TX_CHECKSUM ? numel - at : TX_CHECKSUM;
     uint64_t halves[2] = {0, 0};
     (void)kernels->checksum((const char *)weights + 4 * at, NULL, halves, 2 * n, TX_CHECKSUM_RENEW);

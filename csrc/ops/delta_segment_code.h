@@ -1,4 +1,4 @@
-/* One segment of a run of a delta: from weights to bytes, and from bytes to what reads its blocks. */
+/* Encodes one segment of a delta's run, and makes the decoder for one. */
 #ifndef TX_OPS_DELTA_SEGMENT_CODE_H
 #define TX_OPS_DELTA_SEGMENT_CODE_H
 
@@ -6,7 +6,7 @@
 #include "csrc/cpu/coding_kernels.h"
 #include "csrc/torch_ext_delta.h"
 
-/* Memory of a task that encodes. */
+/* Workspace of a task that encodes. */
 typedef struct tx_delta_scratch {
   tx_delta_encoder encoder;
   tx_delta_block block;
@@ -16,16 +16,16 @@ typedef struct tx_delta_scratch {
   uint8_t *out;   /* the segment */
   int64_t out_bytes;
   uint8_t *memory;
-  int64_t ahead; /* weights from a segment to the next one of the task, about */
+  int64_t ahead; /* distance in weights to the task's next segment, approximately */
 } tx_delta_scratch;
 
-/* 0: no memory. numel: of the longest segment. */
+/* Allocates the workspace; returns 0 if out of memory. numel: of the longest segment. */
 int tx_delta_scratch_make(tx_delta_scratch *scratch, int64_t numel);
 void tx_delta_scratch_free(tx_delta_scratch *scratch);
 
 typedef struct tx_delta_segment_done {
   int64_t bytes;   /* in scratch->out; 0: nothing changed */
-  int64_t changed; /* weights; all of a dense block */
+  int64_t changed; /* changed weights; a dense block counts in full */
   uint64_t touched;
 } tx_delta_segment_done;
 
@@ -34,7 +34,8 @@ typedef struct tx_delta_way {
   int sliceable, returns;
 } tx_delta_way;
 
-/* Weights [begin, begin + numel) of a run. written: bit b says that somebody else wrote to block b of the segment. */
+/* Encodes weights [begin, begin + numel) of a run. written: bit b says that block b of the segment was written from
+ * outside. */
 tx_status tx_delta_segment_encode(tx_delta_scratch *scratch, const tx_delta_run *run, int64_t begin, int64_t numel,
                                   uint32_t written, tx_delta_way way, tx_delta_segment_done *done, tx_error *error);
 
@@ -50,7 +51,7 @@ static inline int tx_delta_is_zero(const uint8_t *bytes, int64_t n) {
   return 1;
 }
 
-/* Whether one of n bounds (bf16) may be none: those of which tx_delta_bound_code makes no code, infinity, NaN, are. */
+/* Whether one of n bounds (bf16) may be unknown: infinity, NaN and others for which tx_delta_bound_code has no code. */
 static inline int tx_delta_any_unknown(const void *moved, int64_t n) {
   const uint64_t each = UINT64_C(0x0001000100010001), sizes = each * 0x7fff, past = each * (0x8000 - 0x7f79);
   uint64_t any = 0;
@@ -65,14 +66,14 @@ static inline int tx_delta_any_unknown(const void *moved, int64_t n) {
   return (any & each * 0x8000) != 0;
 }
 
-/* The decoder of a segment that was taken apart; block: memory for it. */
+/* The decoder of a segment that was read. block: workspace for it. */
 tx_delta_decoder tx_delta_decoder_of(const tx_delta_segment *segment, int64_t numel, tx_dtype dtype,
                                      tx_delta_rungs rungs[2], tx_delta_block *block);
 
-/* Checksums of 1024 weights each, into ceil(numel / TX_CHECKSUM) entries. */
+/* Computes checksums of TX_CHECKSUM weights each, into ceil(numel / TX_CHECKSUM) entries. */
 void tx_delta_sums(const void *weights, int64_t numel, tx_dtype dtype, uint64_t *sums);
 
-/* What blocks' checksums add to the sum of all weights. first: the index of the first of them in the run. */
+/* The part that checksums contribute to the sum over all weights. first: the index of the first of them in the run. */
 uint64_t tx_delta_sum_of(const uint64_t *sums, int64_t n, int64_t first);
 
 #endif

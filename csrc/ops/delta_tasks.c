@@ -1,4 +1,4 @@
-/* Sharing out the segments of a delta. */
+/* Distributes the segments of a delta over threads. */
 #include "csrc/ops/delta_tasks.h"
 
 #include <stdatomic.h>

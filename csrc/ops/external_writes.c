@@ -19,9 +19,9 @@ typedef struct pass {
   const tx_kernels *kernels;
   int64_t n;
   const tx_tensor *params, *masters, *checksums;
-  tx_dtype master; /* of those that are looked at */
+  tx_dtype master; /* dtype of the masters that this pass handles */
   int32_t mode;
-  int64_t *stale; /* [n], added to: weights in blocks (I16), or samples (F32), that are others */
+  int64_t *stale; /* [n], added to: weights in blocks (I16), or samples (F32), whose checksum differs */
   const tx_work_room *room;
 } pass;
 
@@ -45,36 +45,36 @@ static void pass_merge(void *ctx, const void *local) {
     p->stale[i] += stale[i];
 }
 
-/* Below so many elements waking other threads takes longer than a look at a sample of them. */
+/* Below this many elements, waking other threads takes longer than checking their samples. */
 #define ALONE ((int64_t)1 << 20)
 
-/* looked_at: scratch of n tensors. */
-static tx_status run_pass(const pass *p, tx_tensor *looked_at, const tx_parallel *parallel, tx_error *error) {
+/* Runs a pass over the tensors with masters of p->master. selected_tensors: workspace of n tensors. */
+static tx_status run_pass(const pass *p, tx_tensor *selected_tensors, const tx_parallel *parallel, tx_error *error) {
   int64_t total = 0;
   for (int64_t i = 0; i < p->n; i++) {
-    looked_at[i] = has(p->checksums, p->masters, i, p->master) ? p->params[i] : tx_none();
-    total += looked_at[i].numel;
+    selected_tensors[i] = has(p->checksums, p->masters, i, p->master) ? p->params[i] : tx_none();
+    total += selected_tensors[i].numel;
   }
   if (total == 0) return TX_OK;
   pass context = *p;
   const tx_parallel_work work = {.n = p->n,
-                                 .tensors = looked_at,
+                                 .tensors = selected_tensors,
                                  .piece = pass_piece,
                                  .merge = pass_merge,
-                                 .local_bytes = tx_notice_bytes(p->n),
+                                 .local_bytes = tx_external_writes_bytes(p->n),
                                  .alignment = TX_SAMPLED,
                                  .ctx = &context,
                                  .room = *p->room};
   return tx_parallel_work_run(&work, total < ALONE ? NULL : parallel, error);
 }
 
-/* -- looking ---------------------------------------------------------------------------------------------------- */
+/* -- checks ------------------------------------------------------------------------------------------------------- */
 
-/* What one look needs, in one allocation. */
+/* The workspace of one check, in one allocation. */
 typedef struct look {
-  int64_t *counts;    /* [n]: elements that stray */
-  int64_t *suspect;   /* [n]: non-zero where a sample is another */
-  tx_tensor *masters; /* [n]: scratch */
+  int64_t *counts;    /* [n]: elements whose masters do not match */
+  int64_t *suspect;   /* [n]: non-zero if the checksum of a sample differs */
+  tx_tensor *masters; /* [n]: workspace */
 } look;
 
 static tx_status look_begin(look *l, int64_t n, tx_error *error) {
@@ -86,7 +86,7 @@ static tx_status look_begin(look *l, int64_t n, tx_error *error) {
   return TX_OK;
 }
 
-/* fp32 masters of parameters whose sample is another, element by element. */
+/* Checks the samples of weights with fp32 masters; compares parameters whose sample differs element by element. */
 static tx_status look_at_samples(const pass *all, const look *l, const tx_parallel *parallel, tx_error *error) {
   pass p = *all;
   p.master = TX_F32;
@@ -114,15 +114,15 @@ static tx_status look_at_remainders(const pass *all, const look *l, const tx_par
   return run_pass(&p, l->masters, parallel, error);
 }
 
-/* How far weights of parameter i went, nobody knows. */
-static void mark_moved(const tx_weights_beside *args, int64_t i) {
+/* Marks in `moved` that it is unknown how far the weights of parameter i moved. */
+static void mark_moved(const tx_weights_and_masters *args, int64_t i) {
   const tx_tensor moved = tx_at_or_none(args->moved, i);
   for (int64_t b = 0; b < moved.numel; b++)
     memcpy((char *)moved.data + b * (int64_t)sizeof(uint16_t), &(const uint16_t){TX_MOVED_ANYHOW}, sizeof(uint16_t));
 }
 
-tx_status tx_notice_external(const tx_weights_beside *args, int64_t *resynced, const tx_work_room *room,
-                             const tx_parallel *parallel, tx_error *error) {
+tx_status tx_handle_external_writes(const tx_weights_and_masters *args, int64_t *resynced, const tx_work_room *room,
+                                    const tx_parallel *parallel, tx_error *error) {
   if (!args->masters || !args->checksums) return TX_OK;
   const int check = args->on_external_write == TX_EXTERNAL_CHECK;
   const pass all = {.kernels = tx_kernels_selected(),
@@ -152,7 +152,8 @@ tx_status tx_master_checksum(int64_t n, const tx_tensor *params, const tx_tensor
   TX_FORWARD(tx_check_parallel(parallel, error));
   TX_FORWARD(tx_check_master_checksum(n, params, masters, checksums, mode, stale, error));
   tx_work_room room;
-  TX_FORWARD(tx_work_room_make(&room, n, params, TX_SAMPLED, tx_threads_of(parallel), tx_notice_bytes(n), error));
+  TX_FORWARD(
+      tx_work_room_make(&room, n, params, TX_SAMPLED, tx_threads_of(parallel), tx_external_writes_bytes(n), error));
   const pass all = {.kernels = tx_kernels_selected(),
                     .n = n,
                     .params = params,

@@ -1,4 +1,4 @@
-/* What forms operators take, and what tx_cast refuses. */
+/* Checks the forms of operators' tensors, and the arguments of tx_cast. */
 #include <stdio.h>
 
 #include "csrc/core/dtype.h"
@@ -15,7 +15,7 @@ tx_status tx_check_plain(const char *name, const tx_tensor *tensors, int64_t n, 
   return TX_OK;
 }
 
-/* forms: how many of forms.def's are legal, from the first: TX_FORMS or TX_WIRES. */
+/* forms: the number of legal forms, counted from the first of forms.def: TX_FORMS or TX_WIRES. */
 static tx_status check_form(const char *name, const char *scales_name, int64_t index, tx_tensor tensor,
                             tx_tensor scales, tx_format format, int forms, tx_error *error) {
   if (tensor.numel == 0 && scales.numel == 0) return TX_OK;

@@ -6,7 +6,7 @@
 #include "csrc/math/health.h"
 #include "csrc/ops/tensor.h"
 
-/* The average of parameter i, from element `begin` on. */
+/* Fills in the moving average of parameter i, from element `begin` on. */
 static void average_of(const tx_left_behind *a, int64_t i, int64_t begin, int64_t step, tx_step_extras *extras) {
   const tx_tensor ema = tx_at_or_none(a->emas, i);
   const tx_meta meta = tx_meta_of(a->meta, i);
@@ -36,7 +36,7 @@ const tx_step_extras *tx_extras_begin(const tx_left_behind *a, int64_t i, int64_
   return extras->changed || extras->ema || extras->health ? extras : NULL;
 }
 
-/* A task's sums into its parameter's row, which other tasks add to. */
+/* Adds a task's sums to the row of its parameter, to which other tasks add too. */
 static void add_health(tx_tensor health, const int64_t *row) {
   int64_t *const to = health.data;
   for (int32_t k = 0; k < TX_HEALTH_LARGEST; k++)

@@ -1,22 +1,22 @@
-/* What a step leaves behind, piece by piece. */
+/* The optional outputs of a step (changed, moved, distances, emas, healths), piece by piece. */
 #ifndef TX_OPS_KEPT_EXTRAS_H
 #define TX_OPS_KEPT_EXTRAS_H
 
 #include "csrc/cpu/kernels.h"
 #include "csrc/ops/left_behind.h"
 
-/* Of one piece: what its loop is told, and what the loop adds up for the parameter. */
+/* The outputs of one piece: what its loop receives, and the sums that the loop computes for the parameter. */
 typedef struct tx_kept_extras {
   tx_step_extras extras;
-  tx_tensor health; /* of the parameter, to which other tasks add; none: nobody asked */
+  tx_tensor health; /* row of the parameter, to which other tasks add too; none: not requested */
   int64_t row[TX_HEALTH_LEN];
 } tx_kept_extras;
 
-/* Of parameter i, from element `begin` on, in its `step`-th step. Returns kept->extras, or NULL where it leaves nothing
- * behind. */
+/* Prepares the outputs of parameter i, from element `begin` on, in its `step`-th step. Returns kept->extras, or NULL if
+ * the piece has no optional outputs. */
 const tx_step_extras *tx_extras_begin(const tx_left_behind *left, int64_t i, int64_t begin, int64_t step,
                                       tx_kept_extras *kept);
-/* When the piece is stepped. */
+/* To be called when the piece is stepped: adds its sums to the row of the parameter. */
 void tx_extras_end(tx_kept_extras *kept);
 
 #endif

@@ -1,5 +1,5 @@
-/* What a step leaves behind beside states, where somebody asked: the arguments that tx_adamw and tx_muon_update share.
- */
+/* The arguments of a step's optional outputs (changed, moved, distances, emas, ema_lows, healths), which tx_adamw and
+ * tx_muon_update share. */
 #ifndef TX_OPS_LEFT_BEHIND_H
 #define TX_OPS_LEFT_BEHIND_H
 
@@ -8,7 +8,7 @@
 typedef struct tx_left_behind {
   int64_t n;
   const tx_tensor *params, *masters;
-  const tx_tensor *changed, *moved, *distances, *emas, *ema_lows, *healths; /* each NULL: nobody asked */
+  const tx_tensor *changed, *moved, *distances, *emas, *ema_lows, *healths; /* each may be NULL: not requested */
   const tx_meta *meta;
   uint64_t seed;
   double ema_decay;
@@ -20,7 +20,7 @@ typedef struct tx_left_behind {
         (a)->healths, (a)->meta, (a)->seed, (a)->ema_decay, (a)->ema_every                                 \
   }
 
-/* What is refused of them: of all, and of parameter i, whose weight and master are legal. */
+/* Check the arguments for all parameters, and for parameter i, whose weight and master must be legal. */
 tx_status tx_check_left_behind(const tx_left_behind *left, tx_error *error);
 tx_status tx_check_left_behind_of(const tx_left_behind *left, int64_t i, tx_error *error);
 

@@ -1,10 +1,10 @@
-/* What is refused of the arguments that say what a step leaves behind. */
+/* Checks the arguments of a step's optional outputs. */
 #include "csrc/core/dtype.h"
 #include "csrc/core/status.h"
 #include "csrc/ops/left_behind.h"
 #include "csrc/ops/tensor.h"
 
-/* An entry of what the step leaves behind: none, or of this dtype and length. */
+/* Checks an optional output: none, or of this dtype and length. */
 static tx_status check_extra(const char *name, const tx_tensor *list, int64_t i, tx_dtype dtype, int64_t numel,
                              tx_error *error) {
   const tx_tensor t = tx_at_or_none(list, i);

@@ -1,4 +1,4 @@
-/* tx_master_encode, tx_master_decode, tx_master_resync. */
+/* tx_master_encode, tx_master_decode and tx_master_resync. */
 #include "csrc/core/status.h"
 #include "csrc/cpu/kernels.h"
 #include "csrc/ops/external_writes.h"
@@ -86,7 +86,7 @@ tx_status tx_resync_run(int64_t n, const tx_tensor *params, const tx_tensor *mas
                                  .tensors = masters,
                                  .piece = resync_piece,
                                  .merge = resync_merge,
-                                 .local_bytes = tx_notice_bytes(n),
+                                 .local_bytes = tx_external_writes_bytes(n),
                                  .ctx = &context,
                                  .room = *room};
   return tx_parallel_work_run(&work, parallel, error);

@@ -1,4 +1,4 @@
-/* What tx_master_encode, tx_master_decode, tx_master_resync and tx_master_checksum refuse. */
+/* Checks the arguments of tx_master_encode, tx_master_decode, tx_master_resync and tx_master_checksum. */
 #include <stdio.h>
 
 #include "csrc/core/combos.h"
@@ -9,7 +9,7 @@
 
 /* -- fp32 <-> weight and remainder ---------------------------------------------------------------------------- */
 
-/* Each tensor that has elements is `dtype`. */
+/* Checks that each tensor that has elements is of `dtype`. */
 static tx_status check_dtype(const char *name, const tx_tensor *tensors, int64_t n, tx_dtype dtype, tx_error *error) {
   for (int64_t i = 0; i < n; i++) {
     if (tensors[i].numel == 0 || tensors[i].dtype == dtype) continue;
@@ -47,7 +47,7 @@ tx_status tx_check_master_decode(int64_t n, const tx_tensor *params, const tx_te
 
 /* -- resync --------------------------------------------------------------------------------------------------- */
 
-/* The dtypes of masters that may stand beside a weight, in words. */
+/* Writes the legal dtypes of a master for a weight of this dtype, as text. */
 static void list_masters(tx_dtype param, char *list, size_t size) {
   size_t at = 0;
 #define TX_APPEND_(index, param_name, master_name, ...)                                                      \

@@ -9,7 +9,7 @@
 #include "csrc/ops/step.h"
 #include "csrc/ops/tensor.h"
 
-/* Whether what a call writes would have left the caches before anybody reads it. */
+/* Whether a call writes so much that it will have left the caches before it is read. */
 static int leaves_caches(const tx_tensor *written, int64_t n) {
   int64_t elements = 0;
   for (int64_t i = 0; i < n; i++)
@@ -67,13 +67,13 @@ tx_status tx_muon_momentum(const tx_muon_momentum_args *args, const tx_parallel 
                                  .tensors = args->grads,
                                  .piece = momentum_piece,
                                  .ctx = &context,
-                                 .alignment = TX_TILE}; /* by which it is worked on */
+                                 .alignment = TX_TILE}; /* the loop works on whole tiles */
   return tx_parallel_work_run(&work, parallel, error);
 }
 
 /* -- update ------------------------------------------------------------------------------------------------------- */
 
-/* The matrix with element `begin` of a tensor: an index into a valid table. */
+/* The matrix that contains element `begin` of a tensor: an index into a valid table. */
 static int64_t part_at(const tx_muon_part *parts, int64_t n_parts, int64_t tensor, int64_t begin) {
   int64_t first = 0, end = n_parts; /* the last row that is not after the element */
   while (end - first > 1) {
@@ -141,12 +141,12 @@ static void count_steps(const tx_muon_update_args *args) {
   }
 }
 
-/* room: enough for everything. */
+/* Updates all parameters. room: large enough for everything. */
 static tx_status update_all(update_context *c, const tx_work_room *room, const tx_parallel *parallel, tx_error *error) {
   const tx_muon_update_args *a = c->args;
-  const tx_weights_beside beside = {a->n, a->params, a->masters, a->checksums, a->on_external_write, a->moved};
+  const tx_weights_and_masters beside = {a->n, a->params, a->masters, a->checksums, a->on_external_write, a->moved};
   if (a->on_external_write != TX_EXTERNAL_IGNORE)
-    TX_FORWARD(tx_notice_external(&beside, &c->resynced, room, parallel, error));
+    TX_FORWARD(tx_handle_external_writes(&beside, &c->resynced, room, parallel, error));
   if (a->on_external_write == TX_EXTERNAL_CHECK) return TX_OK;
   const tx_parallel_work work = {.n = a->n,
                                  .tensors = a->params,
@@ -165,8 +165,8 @@ static tx_status update_all(update_context *c, const tx_work_room *room, const t
 tx_status tx_muon_update(const tx_muon_update_args *args, const tx_parallel *parallel, tx_error *error) {
   TX_FORWARD(tx_check_parallel(parallel, error));
   TX_FORWARD(tx_check_muon_update(args, 1, error));
-  const size_t notice_bytes = tx_notice_bytes(args->n);
-  tx_work_room room; /* before the first byte is written: nothing fails for lack of memory afterwards */
+  const size_t notice_bytes = tx_external_writes_bytes(args->n);
+  tx_work_room room; /* allocated now, so that nothing fails for lack of memory once something is written */
   TX_FORWARD(tx_work_room_make(&room, args->n, args->params, TX_SAMPLED, tx_threads_of(parallel),
                                notice_bytes > sizeof(int64_t) ? notice_bytes : sizeof(int64_t), error));
   update_context context = {args, tx_kernels_selected(), 0, leaves_caches(args->params, args->n)};

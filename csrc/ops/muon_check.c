@@ -1,4 +1,4 @@
-/* What tx_muon_momentum, tx_muon_update and tx_muon_mirror refuse. */
+/* Checks the arguments of tx_muon_momentum, tx_muon_update and tx_muon_mirror. */
 #include <math.h>
 
 #include "csrc/core/combos.h"
@@ -15,7 +15,7 @@ static tx_status check_size(uint64_t size, uint64_t legal, const char *init, tx_
                  (unsigned long long)size, (unsigned long long)legal, init);
 }
 
-/* Matrices of the n tensors, in order, the first of each at its first element. */
+/* Checks that parts lists the matrices of the n tensors in order, the first of each tensor at its first element. */
 static tx_status check_parts(int64_t n_parts, const tx_muon_part *parts, int64_t n, const tx_tensor *params,
                              tx_error *error) {
   if (n_parts < 0 || (n_parts > 0 && !parts)) {
@@ -64,7 +64,7 @@ static tx_status check_meta(const tx_meta *meta, int64_t n, tx_error *error) {
   return TX_OK;
 }
 
-/* What the products are made in. */
+/* Checks that tensors are of a dtype of matrix products. */
 static tx_status check_wide(const char *name, const tx_tensor *tensors, int64_t n, tx_error *error) {
   for (int64_t i = 0; i < n; i++) {
     if (tensors[i].numel && tensors[i].dtype != TX_F32 && tensors[i].dtype != TX_BF16)

@@ -1,4 +1,4 @@
-/* tx_muon_mirror: the part of a symmetric matrix that was not multiplied out, from the part that was. */
+/* tx_muon_mirror: fills in the part of a symmetric matrix that was not computed, from the part that was. */
 #include <string.h>
 
 #include "csrc/core/dtype.h"
@@ -8,18 +8,18 @@
 #include "csrc/ops/operator_checks.h"
 #include "csrc/ops/parallel.h"
 
-/* Elements of 16 and 32 bits are moved in squares that fit vectors of 16 bytes, which every processor has, within
- * blocks of a cache line of each row. */
+/* Elements of 16 and 32 bits are transposed in squares that fit into vectors of 16 bytes, which every processor has,
+ * within blocks of one cache line per row. */
 #define LINE_BYTES 64
-/* Rows that are a task's; and what is too little to share among threads, in elements. */
+/* Rows per task; and the number of elements up to which a single thread is used. */
 #define TASK_ROWS 64
 #define ALONE ((int64_t)1 << 16)
 
 typedef uint16_t v8 __attribute__((vector_size(16)));
 typedef uint32_t v4 __attribute__((vector_size(16)));
 
-/* Rows i and i + half of `from` interleaved: rows 2 i and 2 i + 1 of `to`. Indices are constants, so that rows stay in
- * registers. */
+/* Interleaves rows i and i + half of `from` into rows 2 i and 2 i + 1 of `to`. Indices are constants, so that rows stay
+ * in registers. */
 #define INTERLEAVE_8(to, from, i)                                                          \
   to[2 * (i)] = __builtin_shufflevector(from[i], from[(i) + 4], 0, 8, 1, 9, 2, 10, 3, 11); \
   to[2 * (i) + 1] = __builtin_shufflevector(from[i], from[(i) + 4], 4, 12, 5, 13, 6, 14, 7, 15)
@@ -35,7 +35,7 @@ typedef uint32_t v4 __attribute__((vector_size(16)));
 #define ROW_IN(i) memcpy(&rows[i], from + (i)*stride, sizeof rows[i])
 #define ROW_OUT(i) memcpy(to + (i)*LINE_BYTES / (int64_t)sizeof *to, &next[i], sizeof next[i])
 
-/* 8 x 8 elements of 16 bits, to rows of a cache line: interleaved three times. */
+/* Transposes 8 x 8 elements of 16 bits into rows of a cache line: interleaves three times. */
 static inline void transpose_16(const tx_mem_u16 *from, uint16_t *to, int64_t stride) {
   v8 rows[8], next[8];
   ROW_IN(0), ROW_IN(1), ROW_IN(2), ROW_IN(3), ROW_IN(4), ROW_IN(5), ROW_IN(6), ROW_IN(7);
@@ -45,7 +45,7 @@ static inline void transpose_16(const tx_mem_u16 *from, uint16_t *to, int64_t st
   ROW_OUT(0), ROW_OUT(1), ROW_OUT(2), ROW_OUT(3), ROW_OUT(4), ROW_OUT(5), ROW_OUT(6), ROW_OUT(7);
 }
 
-/* 4 x 4 elements of 32 bits: twice. */
+/* Transposes 4 x 4 elements of 32 bits: interleaves twice. */
 static inline void transpose_32(const tx_mem_u32 *from, uint32_t *to, int64_t stride) {
   v4 rows[4], next[4];
   ROW_IN(0), ROW_IN(1), ROW_IN(2), ROW_IN(3);
@@ -57,15 +57,15 @@ static inline void transpose_32(const tx_mem_u32 *from, uint32_t *to, int64_t st
   ROW_OUT(0), ROW_OUT(1), ROW_OUT(2), ROW_OUT(3);
 }
 
-/* Between rows and columns, so that each cache line of the matrix is written once, whole: where rows are a power of two
- * apart, the lines of a block are in each other's way, and one that is written in parts comes as many times (4 to 10
- * times as long for 1024 and 2048 columns, 0.09 of a product in bf16). */
+/* A buffer between rows and columns, so that each cache line of the matrix is written once and whole. Where rows are a
+ * power of two apart, the lines of a block compete for the same cache sets, and a line that is written in parts is
+ * fetched as many times (4 to 10 times as slow for 1024 and 2048 columns, 0.09 of a product in bf16). */
 typedef union block {
   uint16_t bits_16[LINE_BYTES * LINE_BYTES / 4];
   uint32_t bits_32[LINE_BYTES * LINE_BYTES / 16];
 } block;
 
-/* A number of bytes that the compiler knows is a few moves, not a call. */
+/* Copies a line. With a constant number of bytes the compiler emits a few moves, not a call. */
 static inline void copy_line(void *to, const void *from, size_t bytes) {
   if (bytes == LINE_BYTES) {
     memcpy(to, from, LINE_BYTES);
@@ -74,8 +74,8 @@ static inline void copy_line(void *to, const void *from, size_t bytes) {
   }
 }
 
-/* Rows [row, row + rows) of columns [column, column + columns), a cache line of each at most, to those of the
- * transposed matrix. part: where fewer are rounded up. */
+/* Copies rows [row, row + rows) of columns [column, column + columns), a cache line of each at most, to their
+ * transposed place. part: buffer in which an incomplete block is padded. */
 #define MIRROR_BLOCK(bits, side)                                                                             \
   static void mirror_block_##bits(block *part, tx_mem_u##bits *square, int64_t n, int64_t row, int64_t rows, \
                                   int64_t column, int64_t columns) {                                         \
@@ -105,7 +105,7 @@ static int64_t least(int64_t a, int64_t b) {
   return a < b ? a : b;
 }
 
-/* Rows [row, end) of one panel, up to the columns of its diagonal block. */
+/* Mirrors rows [row, end) of one panel, up to the columns of its diagonal block. */
 static void mirror_rows(const mirror *m, int64_t row, int64_t end) {
   const int64_t columns = row / m->panel * m->panel, line = LINE_BYTES / m->bytes;
   block part = {{0}};
@@ -122,7 +122,7 @@ static void mirror_rows(const mirror *m, int64_t row, int64_t end) {
   }
 }
 
-/* The longest rows first: threads end together. */
+/* Mirrors the rows of one task. The longest rows come first, so that threads finish at about the same time. */
 static void mirror_task(void *arg, int64_t i) {
   const mirror *m = arg;
   const int64_t tasks = (m->n + TASK_ROWS - 1) / TASK_ROWS, begin = (tasks - 1 - i) * TASK_ROWS;

@@ -1,4 +1,4 @@
-/* Finding memory that a call would write twice, or write and read. */
+/* Finds memory that a call would write twice, or write and read. */
 #include <stdlib.h>
 
 #include "csrc/core/status.h"
@@ -7,13 +7,13 @@
 typedef struct range {
   uintptr_t begin, end;
   int16_t span, writes;
-  int32_t place; /* as it was collected */
+  int32_t place; /* index in the order of `collect` */
   int64_t index;
 } range;
 
-static const tx_order kNotNoted = {NULL, 0};
+static const tx_order kNotCached = {NULL, 0};
 
-enum { FEW = 8 }; /* tensors that are looked at without memory of their own: those of tx_compress, and of one cast */
+enum { FEW = 8 }; /* tensors up to which nothing is allocated: enough for tx_compress, and for one cast */
 
 /* Merges two ascending neighbours [a, b) and [b, c) of `from` into `to`. */
 static void merge(const range *from, range *to, int64_t a, int64_t b, int64_t c) {
@@ -33,7 +33,8 @@ static int64_t run_end(const range *r, int64_t at, int64_t n) {
   return at + 1 < n ? at + 1 : n;
 }
 
-/* A natural merge sort: tensors mostly come in address order, and then one pass is all. Returns the sorted half. */
+/* A natural merge sort: tensors are mostly in address order, and then one pass is enough. Returns whichever of the two
+ * buffers is sorted. */
 static const range *sort(range *r, range *spare, int64_t n) {
   for (;;) {
     int64_t runs = 0;
@@ -50,8 +51,8 @@ static const range *sort(range *r, range *spare, int64_t n) {
   }
 }
 
-/* The memory of every tensor, in the order of the lists; `join`: neighbours in a list that touch are one range, known
- * by the first. Returns the number of ranges. */
+/* Collects the memory of every tensor, in the order of the lists. join: neighbours in a list that touch become one
+ * range, named after the first. Returns the number of ranges. */
 static int64_t collect(const tx_span *spans, int64_t n_spans, const tx_tensor *left_out, int join, range *ranges) {
   int64_t n = 0;
   for (int64_t s = 0; s < n_spans; s++) {
@@ -72,7 +73,7 @@ static int64_t collect(const tx_span *spans, int64_t n_spans, const tx_tensor *l
   return n;
 }
 
-/* Whether ranges ascend in this order, which then has each of them once: so they are put into `to`. */
+/* Whether ranges ascend in this order; if so it contains each of them once. Puts them into `to` in this order. */
 static int ascends(const range *from, range *to, int64_t n, const tx_order *order) {
   if (n > order->room) return 0;
   for (int64_t k = 0; k < n; k++) {
@@ -84,7 +85,7 @@ static int ascends(const range *from, range *to, int64_t n, const tx_order *orde
   return 1;
 }
 
-/* The ranges in ascending order, which is noted. memory has room for them twice. */
+/* Returns the ranges in ascending order, and caches that order. memory has room for the ranges twice. */
 static const range *sorted(range *memory, int64_t n, const tx_order *order) {
   if (ascends(memory, memory + n, n, order)) return memory + n;
   const range *r = sort(memory, memory + n, n);
@@ -96,7 +97,7 @@ static const range *sorted(range *memory, int64_t n, const tx_order *order) {
 /* Looks for two ranges that share memory that is written. */
 static int find_overlap(range *memory, int64_t n, const tx_order *order, range found[2]) {
   const range *r = n ? sorted(memory, n, order) : memory;
-  const range *written = NULL, *any = NULL; /* of those so far, the one that reaches furthest */
+  const range *written = NULL, *any = NULL; /* of the ranges so far, the one with the largest end */
   for (int64_t i = 0; i < n; i++) {
     const range *before = r[i].writes ? any : written;
     if (before && r[i].begin < before->end) {
@@ -119,11 +120,12 @@ static tx_status check(const tx_span *spans, int64_t n_spans, const tx_tensor *l
   range few[2 * FEW];
   range *memory = capacity <= FEW ? few : malloc(2 * (size_t)capacity * sizeof(range));
   if (!memory) return tx_fail(error, TX_ERROR_OUT_OF_MEMORY, "no memory to check %lld tensors", (long long)capacity);
-  /* States kept flat are a few ranges when joined. Where there is overlap, once more without: to name the tensors. */
+  /* Joined, flat states are only a few ranges. If there is overlap, search again without joining, to name the
+   * tensors. */
   range found[2];
   tx_status status = TX_OK;
   if (find_overlap(memory, collect(spans, n_spans, left_out, 1, memory), order, found) &&
-      find_overlap(memory, collect(spans, n_spans, left_out, 0, memory), &kNotNoted, found)) {
+      find_overlap(memory, collect(spans, n_spans, left_out, 0, memory), &kNotCached, found)) {
     status = tx_fail(error, TX_ERROR_OVERLAP,
                      "%s[%lld] and %s[%lld] share memory; each tensor that is written needs memory of its own",
                      spans[found[0].span].name, (long long)found[0].index, spans[found[1].span].name,
@@ -134,11 +136,11 @@ static tx_status check(const tx_span *spans, int64_t n_spans, const tx_tensor *l
 }
 
 tx_status tx_check_overlap(const tx_span *spans, int64_t n_spans, tx_error *error) {
-  return check(spans, n_spans, NULL, &kNotNoted, error);
+  return check(spans, n_spans, NULL, &kNotCached, error);
 }
 
 tx_status tx_check_overlap_but(const tx_span *spans, int64_t n_spans, const tx_tensor *left_out, tx_error *error) {
-  return check(spans, n_spans, left_out, &kNotNoted, error);
+  return check(spans, n_spans, left_out, &kNotCached, error);
 }
 
 tx_status tx_check_overlap_noted(const tx_span *spans, int64_t n_spans, const tx_order *order, tx_error *error) {

@@ -10,7 +10,7 @@ static int64_t padded(const tx_work_units *u, int64_t i) {
   return (u->tensors[i].numel + u->alignment - 1) / u->alignment * u->alignment;
 }
 
-/* Elements of the unit that begins where `left` > 0 are left. One thread leaves nothing to others. */
+/* Elements of the next unit, if `left` > 0 elements remain. With one thread, units need not be small. */
 static int64_t unit_of(int64_t left, int64_t threads) {
   if (threads == 1) return TX_UNIT_MOST;
   const int64_t share = left / threads / TX_UNIT_SHARE / TX_UNIT * TX_UNIT;
@@ -18,9 +18,11 @@ static int64_t unit_of(int64_t left, int64_t threads) {
   return share > TX_UNIT ? share : TX_UNIT;
 }
 
-/* Returns how many units there are; `starts` has room for one of TX_UNIT elements each, and the end. */
+/* Writes where units start; returns their number. `starts` has room for the case that each has TX_UNIT elements, and
+ * for the end. */
 static int64_t cut(const tx_work_units *u, int64_t total, int64_t threads, tx_unit_start *starts) {
-  int64_t n = 0, next = 0, position = 0; /* next: where the next unit begins, position: tensor i, end to end */
+  int64_t n = 0, next = 0,
+          position = 0; /* next: start of the next unit; position: start of tensor i, with tensors end to end */
   for (int64_t i = 0; i < u->n; i++) {
     const int64_t end = position + padded(u, i);
     for (; next < end; next += unit_of(total - next, threads))
@@ -31,7 +33,7 @@ static int64_t cut(const tx_work_units *u, int64_t total, int64_t threads, tx_un
   return n;
 }
 
-/* How large tables are at most. */
+/* Upper bounds of the sizes of tables. */
 typedef struct extent {
   int64_t units, tasks;
   size_t starts_bytes, local_stride, bytes;
@@ -58,7 +60,7 @@ static tx_status fail_memory(const extent *e, tx_error *error) {
   return tx_fail(error, TX_ERROR_OUT_OF_MEMORY, "no memory for a table of %lld work units", (long long)e->units);
 }
 
-/* memory: zeroed as far as locals need it. */
+/* Lays out the tables in memory, whose part for locals is zeroed. */
 static void lay_out(tx_work_units *units, const extent *e, int64_t total, int64_t threads, char *memory) {
   units->starts = (const tx_unit_start *)(const void *)memory;
   units->local_stride = e->local_stride;

@@ -1,4 +1,4 @@
-/* tx_planes_encode and tx_planes_decode: values as small as they get, in blocks. */
+/* tx_planes_encode and tx_planes_decode: an entropy code of values, in blocks. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -117,7 +117,7 @@ tx_status tx_planes_check(tx_tensor message, int64_t begin, int64_t end, tx_erro
   return check_blocks(&opened, begin, end, error);
 }
 
-/* A block into `to`, or of it the elements [skip, skip + count). */
+/* Decodes elements [skip, skip + count) of a block into `to`. */
 static int get_block(tx_planes_work *work, const uint8_t *from, int64_t bytes, int64_t n, int32_t dtype, int64_t skip,
                      int64_t count, void *to) {
   int rotate;
@@ -128,7 +128,7 @@ static int get_block(tx_planes_work *work, const uint8_t *from, int64_t bytes, i
   return 1;
 }
 
-/* Elements [begin, begin + values.numel), at least one, of checked blocks. */
+/* Decodes elements [begin, begin + values.numel), at least one, of blocks whose checksums were verified. */
 static tx_status decode_blocks(const tx_planes_message *message, int64_t begin, tx_tensor values, tx_planes_work *work,
                                tx_error *error) {
   const int64_t first = begin / TX_PLANES_BLOCK, stop = begin + values.numel;

@@ -6,11 +6,11 @@ enum { kRaw, kConstant, kCoded };
 
 #define BITMAP_BYTES 32
 #define STATES_BYTES ((int64_t)(TX_RANS_LANES * sizeof(uint32_t)))
-/* What coding must save, at least: a part of the plane of 1 / GAIN. Else reading it back is quicker as it is. */
+/* Coding must save at least 1 / GAIN of the plane; else it is stored as it is, which is read faster. */
 #define GAIN 32
-/* Symbols are counted in runs of SAMPLED bytes, of which there is one in each stride: a quarter of the plane, which
- * costs less than a thousandth of its size, or, of planes that are likely to be noise, a sixteenth first. The strides
- * are no powers of two, as columns of matrices are. */
+/* Symbols are counted in a sample: runs of SAMPLED bytes, one per stride. That is a quarter of the plane, which costs
+ * less than a thousandth of the size. For planes that are likely to be noise, a sixteenth is sampled first. The strides
+ * are not powers of two, since columns of matrices often are. */
 #define SAMPLED TX_COUNT_RUN
 #define STRIDE (4 * SAMPLED + 16)
 #define COARSE_STRIDE (16 * SAMPLED + 16)
@@ -23,20 +23,20 @@ static int pays(int64_t bytes, int64_t n) {
   return bytes < n - n / GAIN;
 }
 
-/* Counts the symbols of a sample, or of all where there are few; returns how many were counted. */
+/* Counts the symbols of a sample, or of all bytes if there are few; returns how many were counted. */
 static uint32_t count(const uint8_t *plane, int64_t n, int64_t stride, uint32_t *counts) {
   return tx_coding_kernels_selected()->count_bytes(plane, n, n < 16 * stride ? SAMPLED : stride, counts);
 }
 
-/* Whether a plane may be worth coding that is likely to be noise. */
+/* Whether a plane that is likely to be noise may be worth coding. */
 static int looks_worth(const uint8_t *plane, int64_t n) {
   uint32_t counts[256];
   const uint32_t seen = count(plane, n, COARSE_STRIDE, counts);
   return pays(tx_entropy_bytes(counts, seen), seen);
 }
 
-/* Counts of a sample, and of 1 for each other symbol that may be there: 0, and what lies between the least and the
- * greatest other one. Returns the sum; 0: all bytes are the same. */
+/* Counts a sample, and counts 1 for each other symbol that may occur: 0, and those between the least and the greatest
+ * non-zero byte. Returns the sum of counts; 0 if all bytes are the same. */
 static uint32_t count_all(const uint8_t *plane, int64_t n, uint32_t *counts) {
   uint8_t least, greatest;
   const int zero = tx_coding_kernels_selected()->range_of_bytes(plane, n, &least, &greatest);
@@ -62,7 +62,7 @@ static uint8_t *put_frequencies(const uint16_t *freq, uint8_t *to) {
   return at;
 }
 
-/* NULL unless they are there before `end` and sum to what they must. */
+/* Reads the frequencies; returns their end, or NULL if they do not end before `end`, or do not sum to TX_RANS_SCALE. */
 static const uint8_t *get_frequencies(const uint8_t *from, const uint8_t *end, uint16_t *freq) {
   uint32_t sum = 0;
   if (end - from < BITMAP_BYTES) return NULL;
@@ -83,15 +83,16 @@ static const uint8_t *get_frequencies(const uint8_t *from, const uint8_t *end, u
   return sum == TX_RANS_SCALE ? at : NULL;
 }
 
-/* A coded plane; NULL where it does not pay. */
+/* Codes a plane; returns its end, or NULL if coding does not pay. */
 static uint8_t *put_coded(tx_planes_work *work, const uint8_t *plane, int64_t n, const uint32_t *counts, uint32_t sum,
                           uint8_t *to) {
-  const uint8_t *limit = to + n; /* what it takes as it is */
+  const uint8_t *limit = to + n; /* its size if stored as it is */
   uint32_t states[TX_RANS_LANES];
   uint16_t freq[256];
   if (!pays(tx_entropy_bytes(counts, sum) * n / sum + 2 * BITMAP_BYTES + STATES_BYTES, n)) return NULL;
   tx_rans_frequencies(counts, sum, freq);
-  if (n < 2 * 256 + BITMAP_BYTES + STATES_BYTES + TX_RANS_ROW_BYTES) return NULL; /* where frequencies have room */
+  if (n < 2 * 256 + BITMAP_BYTES + STATES_BYTES + TX_RANS_ROW_BYTES)
+    return NULL; /* too small for the frequencies to fit */
   uint8_t *words = put_frequencies(freq, to) + sizeof(uint32_t);
   tx_rans_encoder_of(freq, &work->encoder);
   uint8_t *end =
@@ -133,7 +134,7 @@ uint8_t *tx_planes_put(tx_planes_work *work, const void *values, int64_t n, int6
   return to;
 }
 
-/* Where a coded plane ends; NULL where these bytes are none. */
+/* Decodes a coded plane; returns its end, or NULL if the bytes are invalid. */
 static const uint8_t *get_coded(tx_planes_work *work, const uint8_t *from, const uint8_t *end, int64_t n,
                                 uint8_t *plane) {
   uint16_t freq[256];
@@ -152,7 +153,8 @@ static const uint8_t *get_coded(tx_planes_work *work, const uint8_t *from, const
   return whole ? words + length + STATES_BYTES : NULL;
 }
 
-/* Where a plane ends, which is at *plane then, in the message or in `room`; NULL where these bytes are none. */
+/* Decodes a plane; returns its end, or NULL if the bytes are invalid. *plane points to the result, in the message or in
+ * `room`. */
 static const uint8_t *get_plane(tx_planes_work *work, const uint8_t *from, const uint8_t *end, int64_t n, uint8_t *room,
                                 const uint8_t **plane) {
   if (from == end) return NULL;

@@ -20,7 +20,7 @@ int64_t tx_planes_head_bytes(int64_t numel) {
   return (int64_t)sizeof(tx_planes_header) + tx_planes_blocks(numel) * (int64_t)sizeof(tx_planes_row);
 }
 
-/* Of the header and the rows, but for the header's own checksum. */
+/* The checksum of the header, without its own checksum field, and the rows. */
 static uint32_t head_checksum(const uint8_t *message, int64_t numel) {
   const int64_t before = (int64_t)offsetof(tx_planes_header, checksum), after = (int64_t)sizeof(tx_planes_header);
   const uint32_t rows = tx_coding_kernels_selected()->planes_sum(message + after, tx_planes_head_bytes(numel) - after);
@@ -41,7 +41,7 @@ tx_planes_row tx_planes_row_at(const uint8_t *message, int64_t b) {
   return row;
 }
 
-/* Without a word about blocks: whether the header is one, and the rows are all there. */
+/* Checks the header, and that all rows are there; does not look at blocks. */
 static tx_status check_head(tx_tensor message, const tx_planes_header *header, tx_error *error) {
   int rotate;
   const int64_t numel = header->numel;

@@ -1,4 +1,4 @@
-/* The bytes of a message of planes: a header, a row for each block, the blocks (planes_layout.c). */
+/* The layout of a message of planes: a header, one row per block, the blocks (planes_block.h). */
 #ifndef TX_OPS_PLANES_LAYOUT_H
 #define TX_OPS_PLANES_LAYOUT_H
 
@@ -6,14 +6,14 @@
 
 #define TX_PLANES_MOST 4 /* planes: bytes of a value */
 
-/* Little-endian, as all numbers of a message. */
+/* All numbers of a message are little-endian. */
 typedef struct tx_planes_header {
   char magic[8];
   int64_t numel;
   uint32_t dtype;
   uint32_t version;
   uint32_t zero;
-  uint32_t checksum; /* of what is before it and the rows */
+  uint32_t checksum; /* of the fields before it and the rows */
 } tx_planes_header;
 
 typedef struct tx_planes_row {
@@ -31,16 +31,16 @@ static inline int64_t tx_planes_block_numel(int64_t numel, int64_t b) {
   return left < TX_PLANES_BLOCK ? left : TX_PLANES_BLOCK;
 }
 
-/* Bytes of a value; 0 for a dtype that no message has. *rotate: whether its sign is put last. */
+/* Bytes of a value; 0 for a dtype that messages cannot have. *rotate: whether its sign bit is moved to the end. */
 int64_t tx_planes_width(int32_t dtype, int *rotate);
 
 /* Bytes before the first block. */
 int64_t tx_planes_head_bytes(int64_t numel);
 
-/* Writes the header: the rows are there. */
+/* Writes the header; the rows must have been written. */
 void tx_planes_seal(uint8_t *message, int32_t dtype, int64_t numel);
 
-/* A message whose header is right and that has the bytes that its rows say. */
+/* A message whose header is right and which is as long as its rows say. */
 typedef struct tx_planes_message {
   const uint8_t *bytes;
   int64_t numel;

@@ -1,7 +1,7 @@
-/* tx_adamw_offloaded: the step of parameters that lie elsewhere, in batches that threads take from one queue.
+/* tx_adamw_offloaded: the step of parameters that are not in host memory, in batches that threads take from one queue.
  *
- * A thread brings a batch down into a slot of its own, steps it there and sends the weights up; with several slots the
- * next ones are on their way meanwhile. No thread waits for another before all batches are done. */
+ * A thread copies a batch to a slot of its own, steps it there and sends the weights back; with several slots the next
+ * batches are copied meanwhile. No thread waits for another one before all batches are done. */
 #include "csrc/core/fp_mode.h"
 #include "csrc/core/status.h"
 #include "csrc/ops/copy.h"
@@ -10,31 +10,31 @@
 #include "csrc/ops/tensor.h"
 #include "csrc/torch_ext_advanced.h"
 
-/* Pieces of a batch at most: of that many small tensors. */
+/* The most pieces of a batch, for small tensors. */
 #define MOST_PIECES 128
 
 typedef struct batch {
   int64_t n;
   tx_tensor_range pieces[MOST_PIECES];
-  int64_t at[MOST_PIECES]; /* of each: where in the slot's arrays it begins, in elements */
+  int64_t at[MOST_PIECES]; /* start of each piece in the slot's arrays, in elements */
 } batch;
 
 typedef struct staged {
   const tx_staging *staging;
   tx_step step;
   tx_work_units units;
-  int64_t grad_bytes, param_bytes; /* of the widest element */
+  int64_t grad_bytes, param_bytes; /* bytes of the widest element */
   tx_error *error;
-  int32_t status; /* atomic: of the first failure */
+  int32_t status; /* atomic: that of the first failure */
 } staged;
 
 typedef struct task_local {
   tx_step_local step;
-  tx_unit unit; /* what is left of the one that was claimed */
+  tx_unit unit; /* the rest of the unit that was claimed */
   batch slots[TX_MAX_SLOTS];
 } task_local;
 
-/* -- where a batch lies ------------------------------------------------------------------------------------------ */
+/* -- addresses of a batch ---------------------------------------------------------------------------------------- */
 
 static int64_t slot_bytes(const staged *s) {
   return s->staging->batch * (s->grad_bytes + s->param_bytes);
@@ -49,14 +49,14 @@ static char *params_in(const staged *s, int64_t slot, int64_t at) {
 }
 
 static int comes_down(const tx_adamw_args *a, int64_t tensor) {
-  return tx_master_dtype(a, tensor) != TX_F32; /* the weight is the master, or its upper half */
+  return tx_master_dtype(a, tensor) != TX_F32; /* the weight is its own master, or its master's upper half */
 }
 
 /* -- copies ------------------------------------------------------------------------------------------------------ */
 
 typedef enum way { DOWN = 0, UP = 1 } way;
 
-/* Between host memories, at once. The next batch mostly begins where this one ends, and is asked for already. */
+/* Copies within host memory, at once. Prefetches beyond the batch: the next batch mostly begins where this one ends. */
 static void copy_here(char *to, const char *from, int64_t bytes) {
   const int64_t at = tx_copy_lines(to, from, bytes);
   memcpy(to + at, from + at, (size_t)(bytes - at));
@@ -84,7 +84,7 @@ static tx_status follow(const staged *s, int64_t slot, tx_error *error) {
   return copy_ops ? copy_ops->follow(copy_ops->ctx, slot, error) : TX_OK;
 }
 
-/* -- what is done with a batch ----------------------------------------------------------------------------------- */
+/* -- the steps of a batch ---------------------------------------------------------------------------------------- */
 
 static tx_status bring(const staged *s, const batch *b, int64_t slot, tx_error *error) {
   const tx_adamw_args *a = s->step.args;
@@ -96,7 +96,7 @@ static tx_status bring(const staged *s, const batch *b, int64_t slot, tx_error *
                     p.count * tx_element_size(grad.dtype), error));
     weights |= comes_down(a, p.tensor);
   }
-  if (weights) TX_FORWARD(follow(s, slot, error)); /* others may be leaving still from where these come to */
+  if (weights) TX_FORWARD(follow(s, slot, error)); /* previous weights may still be on their way out of this slot */
   for (int64_t i = 0; i < b->n; i++) {
     const tx_tensor_range p = b->pieces[i];
     const tx_tensor param = a->params[p.tensor];
@@ -120,7 +120,7 @@ static tx_status send(const staged *s, const batch *b, int64_t slot, tx_error *e
 
 static tx_status step(const staged *s, task_local *local, const batch *b, int64_t slot, tx_error *error) {
   TX_FORWARD(wait(s, DOWN, slot, error));
-  TX_FORWARD(wait(s, UP, slot, error)); /* weights that are written only, not brought */
+  TX_FORWARD(wait(s, UP, slot, error)); /* for weights that are not copied to the slot, only written */
   const tx_fp_mode saved = tx_fp_enter();
   for (int64_t i = 0; i < b->n; i++)
     tx_step_piece(&s->step, &local->step, b->pieces[i], params_in(s, slot, b->at[i]), grads_in(s, slot, b->at[i]));
@@ -130,12 +130,13 @@ static tx_status step(const staged *s, task_local *local, const batch *b, int64_
 
 /* -- the queue --------------------------------------------------------------------------------------------------- */
 
-/* Elements of a piece at most, where so many are used. */
+/* The most elements of the next piece of a batch that already has `used` elements. */
 static int64_t room(const staged *s, int64_t used) {
   return (s->staging->batch - used) / s->units.alignment * s->units.alignment;
 }
 
-/* The next pieces: of one unit, so that they follow each other in memory. 0: there are none. */
+/* Fills a batch with the next pieces, all of one unit, so that they follow each other in memory. Returns 0 if there are
+ * none. */
 static int next_batch(staged *s, task_local *local, batch *b) {
   b->n = 0;
   do {
@@ -162,7 +163,7 @@ static void fail(staged *s, tx_status status, const tx_error *error) {
 
 static tx_status run_batches(staged *s, task_local *local, int64_t first_slot, tx_error *error) {
   const int64_t slots = s->staging->slots;
-  int64_t coming = 0; /* in slots from `head` on, round about */
+  int64_t coming = 0; /* batches being copied, in the slots from `head` on, cyclically */
   for (; coming < slots && next_batch(s, local, &local->slots[coming]); coming++)
     TX_FORWARD(bring(s, &local->slots[coming], first_slot + coming, error));
   for (int64_t head = 0; coming > 0 && !failed(s); head = (head + 1) % slots) {
@@ -222,7 +223,7 @@ static tx_status check(const tx_adamw_args *args, const tx_staging *g, tx_error 
   return TX_OK;
 }
 
-/* Bytes of all slots; INT64_MAX where an int64 does not count them, which no memory has. */
+/* Bytes of all slots; INT64_MAX if that overflows. */
 static int64_t wanted_bytes(const staged *s) {
   int64_t bytes;
   if (__builtin_mul_overflow(s->staging->batch, s->grad_bytes + s->param_bytes, &bytes) ||

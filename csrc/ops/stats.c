@@ -1,4 +1,4 @@
-/* tx_grad_stats and tx_grad_norm: the global norm in integers, and what follows from it. */
+/* tx_grad_stats and tx_grad_norm: the global norm as integers, and the clip coefficient. */
 #include "csrc/ops/stats.h"
 
 #include "csrc/core/fp_mode.h"

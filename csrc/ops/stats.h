@@ -1,4 +1,4 @@
-/* What a task gathers about gradients, and how it reaches a stats tensor. */
+/* Gradient statistics of a task, and adding them to a stats tensor. */
 #ifndef TX_OPS_STATS_H
 #define TX_OPS_STATS_H
 
@@ -12,7 +12,7 @@ typedef struct tx_stats {
 
 void tx_stats_merge(tx_stats *to, const tx_stats *from);
 
-/* tensor: TX_STATS_LEN int64, or none (nothing happens then). */
+/* Adds statistics to a tensor of TX_STATS_LEN int64; does nothing if it is none. */
 void tx_stats_add_to(tx_tensor tensor, const tx_stats *stats);
 
 #endif

@@ -1,4 +1,4 @@
-/* What tx_grad_stats and tx_grad_norm refuse. */
+/* Checks the arguments of tx_grad_stats and tx_grad_norm. */
 #include "csrc/core/fp_mode.h"
 #include "csrc/core/status.h"
 #include "csrc/ops/check.h"

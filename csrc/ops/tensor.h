@@ -1,4 +1,4 @@
-/* Looking into the tensors of a call. Elements have no alignment, so single values move through memcpy. */
+/* Access to the tensors of a call. Elements need no alignment, so single values are read and written with memcpy. */
 #ifndef TX_OPS_TENSOR_H
 #define TX_OPS_TENSOR_H
 
@@ -11,27 +11,28 @@ static inline tx_tensor tx_none(void) {
   return (tx_tensor){NULL, 0, TX_NONE, 0};
 }
 
-/* Entry i of a list that may be absent. */
+/* Entry i of a list that may be NULL. */
 static inline tx_tensor tx_at_or_none(const tx_tensor *tensors, int64_t i) {
   return tensors ? tensors[i] : tx_none();
 }
 
-/* The form itself; -1: there is none. */
+/* The form of a tensor (forms.def); -1 if there is none. */
 static inline int tx_form_of(tx_tensor tensor, tx_tensor scales, tx_format format) {
   return scales.numel ? tx_form_scaled(tensor.dtype, format) : tx_form_plain(tensor.dtype);
 }
 
-/* Row i of a table that may be absent. */
+/* Row i of a table that may be NULL. */
 static inline tx_meta tx_meta_of(const tx_meta *meta, int64_t i) {
   return meta ? meta[i] : (tx_meta){i, 0, 0};
 }
 
-/* The index in the logical parameter of element `begin`, for thresholds: modulo 2^64, since any start is legal. */
+/* The index of element `begin` in the logical parameter, for rounding thresholds. Modulo 2^64, since any start is
+ * legal. */
 static inline int64_t tx_element_at(tx_meta meta, int64_t begin) {
   return (int64_t)((uint64_t)meta.start + (uint64_t)begin);
 }
 
-/* Address of element `begin`; NULL for none. */
+/* The address of element `begin`; NULL if the tensor is none. */
 static inline void *tx_advanced(tx_tensor tensor, int64_t begin) {
   return tensor.numel ? (char *)tensor.data + begin * tx_element_size(tensor.dtype) : NULL;
 }
@@ -46,13 +47,13 @@ static inline void tx_set_i64(tx_tensor tensor, int64_t i, int64_t value) {
   memcpy((char *)tensor.data + i * (int64_t)sizeof value, &value, sizeof value);
 }
 
-/* A count that `by` >= 0 is added to: what it was may be anything, and it stays at the largest that there is. */
+/* count + by, for by >= 0, saturating; count may be any number. */
 static inline int64_t tx_counted(int64_t count, int64_t by) {
   int64_t sum;
   return __builtin_add_overflow(count, by, &sum) ? INT64_MAX : sum;
 }
 
-/* Entry i of a tensor of counts. */
+/* Adds to entry i of a tensor of counts. */
 static inline void tx_add_count(tx_tensor counts, int64_t i, int64_t by) {
   tx_set_i64(counts, i, tx_counted(tx_get_i64(counts, i), by));
 }
@@ -63,7 +64,7 @@ static inline float tx_get_f32(tx_tensor tensor, float otherwise) {
   return value;
 }
 
-/* One value into a tensor of one element, F32 or F64; nothing where it is none. */
+/* Writes a value to a tensor of one element, F32 or F64; does nothing if it is none. */
 static inline void tx_set_float(tx_tensor tensor, double value) {
   if (!tensor.numel) return;
   const float narrow = (float)value;
@@ -74,7 +75,7 @@ static inline void tx_set_float(tx_tensor tensor, double value) {
   }
 }
 
-/* The learning rate of a group. The memory is read: it is the host's. */
+/* The learning rate of a group. Reads a.lrs, which must be in host memory. */
 static inline double tx_lr_of(const tx_adamw_args *a, int64_t group) {
   if (!a->lrs) return a->groups[group].lr;
   if (a->lrs[group].dtype == TX_F32) return (double)tx_get_f32(a->lrs[group], 0.0f);

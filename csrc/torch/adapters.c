@@ -1,5 +1,5 @@
-/* One function per operator; those of optimizers are in adapters_adamw.c and adapters_muon.c. The enums are the order
- * of the schemas. */
+/* One function per operator; those of the optimizers are in adapters_adamw.c and adapters_muon.c. Each enum lists the
+ * arguments in the order of the schema. */
 #include "csrc/torch/adapters.h"
 
 #include "csrc/core/status.h"
@@ -105,9 +105,9 @@ tx_status tx_adapt_master_resync(const tx_value *v, const tx_target *target, tx_
 }
 
 tx_status tx_adapt_master_checksum(const tx_value *v, const tx_target *target, tx_error *error) {
-  enum { PARAMS, MASTERS, CHECKSUMES, STALE, MODE };
+  enum { PARAMS, MASTERS, CHECKSUMS, STALE, MODE };
   TX_FORWARD(tx_values_paired(&v[PARAMS], &v[MASTERS], error));
-  TX_FORWARD(tx_values_same_length(&v[PARAMS], &v[CHECKSUMES], error));
-  return target->backend->master_checksum(v[PARAMS].n, v[PARAMS].tensors, v[MASTERS].tensors, v[CHECKSUMES].tensors,
+  TX_FORWARD(tx_values_same_length(&v[PARAMS], &v[CHECKSUMS], error));
+  return target->backend->master_checksum(v[PARAMS].n, v[PARAMS].tensors, v[MASTERS].tensors, v[CHECKSUMS].tensors,
                                           tx_value_code(&v[MODE]), *v[STALE].tensors, target, error);
 }

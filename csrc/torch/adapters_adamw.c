@@ -1,4 +1,5 @@
-/* adamw_ and adamw_flat_, whose states are slices of flat tensors. The enums are the order of the schemas. */
+/* The adapters of adamw_, and of adamw_flat_, whose states are slices of flat tensors. Each enum lists the arguments in
+ * the order of the schema. */
 #include <stdlib.h>
 
 #include "csrc/core/status.h"
@@ -7,7 +8,7 @@
 #include "csrc/torch/signature.h"
 #include "csrc/torch/value_checks.h"
 
-/* The arguments from lrs on, which both forms of the step share. */
+/* The arguments from lrs on, which both operators share. */
 enum {
   LRS,
   GROUPS,
@@ -22,7 +23,7 @@ enum {
   ADAMW_TAIL
 };
 
-/* v begins with lrs. */
+/* Reads the shared arguments; v[0] is lrs. */
 static tx_status adamw_tail(const tx_value *params, const tx_value *v, tx_adamw_args *args, tx_error *error) {
   TX_FORWARD(tx_value_table_rows(&v[GROUPS], TX_F64, "float64", sizeof(tx_adamw_group) / sizeof(double),
                                  &args->n_groups, error));
@@ -63,7 +64,7 @@ tx_status tx_adapt_adamw(const tx_value *v, const tx_target *target, tx_error *e
   return target->backend->adamw(&args, target, error);
 }
 
-/* A row of `slices` of adamw_flat_ is one of these for each kind of state. */
+/* The kinds of state: a row of adamw_flat_'s `slices` has one `slice` for each. */
 enum { EXP_AVG, EXP_AVG_SQ, MASTER, SCALE, STEP, CHECKSUM, CHANGED, MOVED, DISTANCE, EMA, HEALTH, EMA_LOW, KINDS };
 static const char *const kKinds[KINDS] = {"exp_avg", "exp_avg_sq", "master",   "scales", "step",   "checksums",
                                           "changed", "moved",      "distance", "ema",    "health", "ema_low"};
@@ -74,8 +75,8 @@ typedef struct slice {
 } slice;
 #define WORDS ((int64_t)(sizeof(slice) / sizeof(int64_t)))
 
-/* The slices of n parameters as lists of tensors: kind k of parameter i at [k * n + i]. kinds: slices in a row. Bit k
- * of *present: some parameter has that kind. */
+/* Makes lists of tensors from the slices of n parameters: kind k of parameter i is at [k * n + i]. kinds: slices per
+ * row. Bit k of *present: some parameter has that kind. */
 static tx_status cut_slices(const tx_value *states, const slice *slices, int64_t n, int kinds, tx_tensor *tensors,
                             unsigned *present, tx_error *error) {
   *present = 0;

@@ -1,4 +1,4 @@
-/* The operators of Muon. The enums are the order of the schemas. */
+/* The adapters of Muon's operators. Each enum lists the arguments in the order of the schema. */
 #include "csrc/core/status.h"
 #include "csrc/torch/adapters.h"
 #include "csrc/torch/value_checks.h"

@@ -1,4 +1,5 @@
-/* What runs an operator: the CPU's functions, or those of the library for GPUs. Adapters call through one table. */
+/* The back ends that run an operator: the CPU's functions, or those of the CUDA library. Adapters call through one
+ * table. */
 #ifndef TX_TORCH_BACKEND_H
 #define TX_TORCH_BACKEND_H
 
@@ -6,7 +7,7 @@
 
 typedef struct tx_target tx_target;
 
-/* Without the parentheses around a row's list. */
+/* Removes the parentheses around a list in a row. */
 #define TX_LIST(...) __VA_ARGS__
 
 typedef struct tx_backend {
@@ -15,13 +16,13 @@ typedef struct tx_backend {
 #include "csrc/torch/entries.def"
 } tx_backend;
 
-/* Where a call runs. */
+/* The back end of a call and what it needs. */
 struct tx_target {
   const tx_backend *backend;
   void *order; /* as in tx_adamw_args */
   int64_t order_bytes;
-  const tx_parallel *parallel; /* the CPU's */
-  const tx_torch_abi *abi;     /* from here on: a GPU's */
+  const tx_parallel *parallel; /* for the CPU back end */
+  const tx_torch_abi *abi;     /* this and the following: for the CUDA back end */
   const struct tx_cuda_library *library;
   void *stream;
   int32_t device;
@@ -29,9 +30,9 @@ struct tx_target {
 
 tx_target tx_cpu_target(const tx_parallel *parallel);
 
-/* On torch's current stream of the device, which need not be torch's current device. The first call looks for the
- * library and loads it. TX_ERROR_UNAVAILABLE where there is none, or one of another version, or where torch has no
- * CUDA. Any thread. */
+/* A target on torch's current stream of the device, which need not be torch's current device. The first call finds and
+ * loads the library. TX_ERROR_UNAVAILABLE if there is none, it has another version, or torch has no CUDA. May be called
+ * from any thread. */
 tx_status tx_cuda_target(const tx_torch_abi *abi, int32_t device, tx_target *target, tx_error *error);
 
 #endif

@@ -1,5 +1,4 @@
-/* The functions of libtorch_ext_cuda.so as a back end: torch's current stream and device, and torch's memory where they
- * want some. */
+/* libtorch_ext_cuda.so as a back end. It uses torch's current stream and device, and torch's memory for workspaces. */
 #include <dlfcn.h>
 #include <pthread.h>
 #include <string.h>
@@ -18,7 +17,7 @@ static tx_torch_create_guard create_guard;
 static tx_torch_delete_guard delete_guard;
 static pthread_once_t looked_for_stream = PTHREAD_ONCE_INIT;
 
-/* Tensors on a GPU exist, so torch's library is loaded by now if it ever is. */
+/* Called when tensors on a GPU exist, so torch's CUDA library is loaded by now, if ever. */
 static void look_for_stream(void) {
   void *library = dlopen(TX_LIBTORCH_CUDA, RTLD_NOW | RTLD_NOLOAD);
   if (!library) return;
@@ -28,7 +27,7 @@ static void look_for_stream(void) {
   memcpy(&delete_guard, &symbol, sizeof symbol);
   symbol = delete_guard ? dlsym(library, "aoti_torch_create_cuda_guard") : NULL;
   memcpy(&create_guard, &symbol, sizeof symbol);
-  dlclose(library); /* only our count */
+  dlclose(library); /* only decrements the reference count */
 }
 
 static tx_status stream_of(int32_t device, void **stream, tx_error *error) {
@@ -45,22 +44,23 @@ static tx_status stream_of(int32_t device, void **stream, tx_error *error) {
 /* -- torch's device --------------------------------------------------------------------------------------------------
  */
 
-/* torch remembers the device of a thread itself where CUDA's own choice would make a context, so it changes it: the
- * library finds its device current. NULL, where torch cannot: then the library does. */
+/* Makes the device current through torch. Where CUDA's own call would create a context, torch only remembers a thread's
+ * device, so torch must change it; our library then finds its device current. NULL if torch cannot: then our library
+ * changes it. */
 static void *hold_device(const tx_target *target) {
   void *guard = NULL;
   return create_guard && !create_guard(target->device, &guard) ? guard : NULL;
 }
 
-static void let_go(void *guard) {
+static void release_device(void *guard) {
   if (guard) (void)delete_guard(guard);
 }
 
 /* -- torch's memory --------------------------------------------------------------------------------------------------
  */
 
-/* Memory from torch's caching allocator, on the current stream. Given back right after the launch: whoever gets it next
- * on this stream comes later, and so does a captured graph's replay. */
+/* Allocates a workspace from torch's caching allocator, on the current stream. It can be freed right after the launch:
+ * whatever gets the memory next on this stream runs later, also in a replay of a captured graph. */
 static tx_status take_workspace(const tx_target *target, int64_t bytes, AtenTensorHandle *tensor, tx_cuda_call *call,
                                 tx_error *error) {
   const tx_torch_abi *abi = target->abi;
@@ -74,13 +74,15 @@ static tx_status take_workspace(const tx_target *target, int64_t bytes, AtenTens
   return tx_fail(error, TX_ERROR_UNAVAILABLE, "torch gave a workspace on cuda:%d without memory", (int)target->device);
 }
 
-/* Beside which masters a call that looks at checksums needs memory for what it finds. A step that resyncs needs none.
- */
-enum tx_beside { TX_BESIDE_NONE, TX_BESIDE_F32, TX_BESIDE_ANY };
-static bool tx_needs_workspace(int64_t n, const tx_tensor *masters, const tx_tensor *checksums, enum tx_beside beside) {
-  if (beside == TX_BESIDE_NONE) return false;
+/* Which dtypes of masters make a call need a workspace, for what it finds when it compares checksums. A step that
+ * resyncs needs none. */
+enum tx_workspace_rule { TX_WORKSPACE_NEVER, TX_WORKSPACE_IF_F32, TX_WORKSPACE_IF_ANY };
+static bool tx_needs_workspace(int64_t n, const tx_tensor *masters, const tx_tensor *checksums,
+                               enum tx_workspace_rule beside) {
+  if (beside == TX_WORKSPACE_NEVER) return false;
   for (int64_t i = 0; masters && checksums && i < n; i++)
-    if (checksums[i].numel && masters[i].numel && (beside == TX_BESIDE_ANY || masters[i].dtype == TX_F32)) return true;
+    if (checksums[i].numel && masters[i].numel && (beside == TX_WORKSPACE_IF_ANY || masters[i].dtype == TX_F32))
+      return true;
   return false;
 }
 
@@ -105,7 +107,7 @@ static tx_status fail_host_only(const char *operator_name, const tx_target *targ
     const tx_cuda_call call = call_of(target);                                                 \
     void *const guard = hold_device(target);                                                   \
     const tx_status status = target->library->entry(TX_LIST arguments, &call, error);          \
-    let_go(guard);                                                                             \
+    release_device(guard);                                                                     \
     return status;                                                                             \
   }
 #define TX_ENTRY_WORKS(entry, parameters, arguments, count, masters, checksums, beside)             \
@@ -118,7 +120,7 @@ static tx_status fail_host_only(const char *operator_name, const tx_target *targ
       status = take_workspace(target, target->library->workspace(count), &workspace, &call, error); \
     if (status == TX_OK) status = target->library->entry(TX_LIST arguments, &call, error);          \
     if (workspace) (void)target->abi->aoti_torch_delete_tensor_object(workspace);                   \
-    let_go(guard);                                                                                  \
+    release_device(guard);                                                                          \
     return status;                                                                                  \
   }
 #define TX_ENTRY_HOST(entry, parameters, arguments)                                            \
@@ -126,7 +128,7 @@ static tx_status fail_host_only(const char *operator_name, const tx_target *targ
     return fail_host_only(#entry "_", target, error);                                          \
   }
 #pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wunused-parameter" /* of what is refused */
+#pragma GCC diagnostic ignored "-Wunused-parameter" /* of entries that are rejected */
 #include "csrc/torch/entries.def"
 #pragma GCC diagnostic pop
 

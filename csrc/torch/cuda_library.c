@@ -18,7 +18,7 @@
 #define TX_CUDA_LIBRARY "libtorch_ext_cuda.so"
 #define TX_CUDA_LIBRARY_VARIABLE "TORCH_EXT_CUDA_LIBRARY"
 
-/* Folders beside this library: a wheel's; Bazel's, where each package has its own. */
+/* Folders to search, relative to this library: in a wheel, and with Bazel, where each package has its own folder. */
 static const char *const kFolders[] = {"", "cuda/"};
 #define TX_N_FOLDERS ((int)(sizeof kFolders / sizeof *kFolders))
 
@@ -33,14 +33,14 @@ static const struct {
 };
 #define TX_N_FUNCTIONS (sizeof kFunctions / sizeof *kFunctions)
 
-/* Written once under the mutex, and only read afterwards. */
+/* Written once, under the mutex; only read afterwards. */
 static struct {
   bool ready;
   char path[PATH_MAX];
   tx_cuda_library library;
 } loaded;
 
-/* The folder of this library as it was loaded, links not followed, with a slash at the end. */
+/* The folder from which this library was loaded, symbolic links not followed, with a slash at the end. */
 static void own_folder(char *folder, size_t size) {
   Dl_info info;
   folder[0] = '\0';
@@ -52,7 +52,7 @@ static void own_folder(char *folder, size_t size) {
   folder[length] = '\0';
 }
 
-/* The file that is to be loaded: what the variable names, or the first that is there. */
+/* Finds the file to load: the one that the environment variable names, or the first that exists. */
 static tx_status find(char *path, size_t size, tx_error *error) {
   const char *named = getenv(TX_CUDA_LIBRARY_VARIABLE);
   char folder[PATH_MAX];
@@ -77,7 +77,7 @@ static tx_status no_function(const char *path, const char *name, tx_error *error
                  path, name);
 }
 
-/* Versions come first: functions of another version may not be there, or mean something else. */
+/* Checked before functions are looked up: those of another version may be missing, or mean something else. */
 static tx_status check_version(void *handle, const char *path, tx_error *error) {
   __typeof__(tx_cuda_version) *version_of = NULL;
   void *symbol = dlsym(handle, "tx_cuda_version");

@@ -1,4 +1,4 @@
-/* libtorch_ext_cuda.so in this process: found beside this library, loaded when it is first needed. */
+/* libtorch_ext_cuda.so in this process: found next to this library, loaded when it is first needed. */
 #ifndef TX_TORCH_CUDA_LIBRARY_H
 #define TX_TORCH_CUDA_LIBRARY_H
 
@@ -12,8 +12,9 @@ typedef struct tx_cuda_library {
   __typeof__(tx_cuda_workspace) *workspace;
 } tx_cuda_library;
 
-/* The library, which stays loaded as long as the process. TX_ERROR_UNAVAILABLE says what was looked for, or which
- * version was found; nothing is remembered then, and a later call looks again. Any thread. */
+/* Returns the library, loading it first if needed; it stays loaded until the process ends. TX_ERROR_UNAVAILABLE says
+ * what was looked for, or which version was found; a failure is not remembered, and a later call tries again. May be
+ * called from any thread. */
 tx_status tx_cuda_library_load(const tx_cuda_library **library, tx_error *error);
 
 #endif

@@ -1,6 +1,7 @@
-/* The part of DLPack 1 by which torch shows C where a Python tensor lies: torch.Tensor.__dlpack_c_exchange_api__ is a
- * capsule with the table. tests/core/torch_dlpack_test.cc compares every field with the header that torch brings, which
- * is not asked for here: it is torch's, and 2.10's may lack the table. */
+/* The part of DLPack 1 through which torch tells C where the data of a Python tensor is:
+ * torch.Tensor.__dlpack_c_exchange_api__ is a capsule with the table. tests/core/torch_dlpack_test.cc compares every
+ * field with torch's header. That header is not included here, because it belongs to torch, and 2.10's may lack the
+ * table. */
 #ifndef TX_TORCH_DLPACK_H
 #define TX_TORCH_DLPACK_H
 
@@ -31,7 +32,7 @@ typedef struct tx_dl_exchange {
   void *allocate;
   void *managed_from_object;
   void *managed_to_object;
-  int (*tensor_from_object)(void *object, tx_dl_tensor *tensor); /* -1, and Python's error is set, where it cannot */
+  int (*tensor_from_object)(void *object, tx_dl_tensor *tensor); /* -1, and Python's error is set, if it fails */
   void *current_stream;
 } tx_dl_exchange;
 

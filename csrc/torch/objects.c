@@ -33,7 +33,7 @@ tx_status tx_objects_resolve(tx_objects *objects, const void *exchange, void *co
   return TX_OK;
 }
 
-/* The device of the first tensor with elements. */
+/* Remembers the device of the first tensor with elements, which all others must share. */
 typedef struct {
   const tx_objects *objects;
   bool known;
@@ -63,7 +63,7 @@ static tx_dtype dtype_of(const tx_dl_tensor *tensor) {
   return TX_NONE;
 }
 
-/* The number of elements; -1 where they are not contiguous. */
+/* The number of elements; -1 if they are not contiguous. */
 static int64_t contiguous_numel(const tx_dl_tensor *tensor) {
   int64_t numel = 1;
   bool contiguous = true;
@@ -83,9 +83,9 @@ static bool on_its_device(reader *r, const tx_argument *argument, const tx_dl_te
   return r->type == TX_DL_CPU || r->type == TX_DL_CUDA;
 }
 
-/* Whether the values are those in memory. torch marks the imaginary part of a conjugate as negated instead of negating
- * it, which DLPack does not say; such views of complex memory are contiguous where they have one element, and autograd
- * leaves one of those as a gradient. */
+/* Whether the values are those in memory, not negated. torch marks the imaginary part of a conjugate as negated instead
+ * of negating it, which DLPack does not tell. Such views of complex memory are contiguous if they have one element, and
+ * autograd may leave one of those as a gradient. */
 static bool has_its_sign(const tx_objects *objects, void *object, int64_t numel) {
   if (numel != 1) return true;
   void *negated = objects->PyObject_CallMethod(object, "is_neg", NULL);
@@ -100,7 +100,7 @@ static bool read_tensor(reader *r, const tx_argument *argument, void *object, tx
   *shape = (tx_shape){0};
   if (!is_plain(r->objects, object) || r->objects->tensor_from_object(object, &found)) return false;
   *tensor = (tx_tensor){.numel = contiguous_numel(&found), .dtype = dtype_of(&found)};
-  if (tensor->numel == 0) return true; /* "none": wherever and however it is stored */
+  if (tensor->numel == 0) return true; /* none; device, dtype and layout do not matter */
   if (tensor->numel < 0 || tensor->dtype == TX_NONE || !found.data || !on_its_device(r, argument, &found) ||
       !has_its_sign(r->objects, object, tensor->numel))
     return false;
@@ -138,7 +138,7 @@ static bool read_all(reader *r, tx_stack *stack, void *tuple) {
     if (value->argument->kind == TX_ARG_TENSOR) value->n = 1;
     if (value->argument->kind == TX_ARG_TENSOR_LIST)
       value->n = r->objects->PyList_Size(r->objects->PyTuple_GetItem(tuple, a));
-    if (value->n < 0) return false; /* no list */
+    if (value->n < 0) return false; /* not a list */
   }
   if (tx_stack_make_room(stack, NULL) != TX_OK) return false;
   for (int32_t a = 0; a < stack->n; a++)

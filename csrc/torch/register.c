@@ -1,4 +1,5 @@
-/* The operators under torch.ops.torch_ext: one table (operators.def) becomes definitions, kernels and registrations. */
+/* Registers the operators under torch.ops.torch_ext: one table (operators.def) becomes definitions, kernels and
+ * registrations. */
 #include <pthread.h>
 #include <stdio.h>
 
@@ -10,20 +11,20 @@
 
 #define TX_NAMESPACE "torch_ext"
 
-/* The dispatch keys our kernels stand under. The catch-all is there for the messages: without it a call with tensors of
- * another device, a sparse tensor or empty lists only would end in torch's "could not run". */
+/* The dispatch keys under which our kernels are registered. The catch-all exists for the messages: without it a call
+ * with tensors on another device, a sparse tensor or only empty lists would end in torch's "could not run". */
 static const char *const kKeys[] = {"CPU", "CUDA", "CompositeExplicitAutograd"};
 #define TX_N_KEYS ((int)(sizeof kKeys / sizeof *kKeys))
 
 typedef struct {
   const char *name;
-  const char *schema;         /* with the name and the empty return, as torch takes it */
-  const char *argument_types; /* what is between the parentheses */
+  const char *schema;         /* with the name and the empty return, as torch expects it */
+  const char *argument_types; /* the part between the parentheses */
   void (*kernel)(StableIValue *slots, uint64_t n_arguments, uint64_t n_outputs);
   tx_status (*adapter)(const tx_value *values, const tx_target *target, tx_error *error);
 } operator_row;
 
-/* A boxed kernel gets no context of its own, hence one per row. */
+/* A boxed kernel gets no context argument, so there is one per row. */
 #define X(entry, name, arguments) \
   static void boxed_##entry(StableIValue *slots, uint64_t n_arguments, uint64_t n_outputs);
 #include "csrc/torch/operators.def"
@@ -42,7 +43,7 @@ enum {
 #undef X
 };
 
-/* Written by registration, before torch knows a kernel; only read afterwards. */
+/* Written by registration, before torch knows any kernel; only read afterwards. */
 static tx_torch_abi abi;
 static struct {
   tx_argument arguments[TX_MAX_ARGUMENTS];
@@ -66,19 +67,19 @@ static tx_status run_on_cuda(int32_t row, const tx_stack *stack, tx_error *error
   return run_on(target, row, stack, error);
 }
 
-static tx_status run_where_it_is(int32_t row, const tx_stack *stack, tx_error *error) {
+static tx_status run_on_its_device(int32_t row, const tx_stack *stack, tx_error *error) {
   return stack->on_cuda ? run_on_cuda(row, stack, error) : run_on_cpu(row, stack, error);
 }
 
 static tx_status run_operator(int32_t row, const StableIValue *slots, tx_error *error) {
   tx_stack stack;
   tx_status status = tx_stack_read(&stack, &abi, parsed[row].arguments, parsed[row].n, slots, error);
-  if (status == TX_OK) status = run_where_it_is(row, &stack, error);
+  if (status == TX_OK) status = run_on_its_device(row, &stack, error);
   tx_stack_release(&stack, slots);
   return status;
 }
 
-/* The C++ exception that aoti_torch_check throws leaves through these frames (-fexceptions), so it comes last, when
+/* aoti_torch_check throws a C++ exception, which passes through these frames (-fexceptions). So it is called last, when
  * there is nothing left to free. */
 static void run_boxed(int32_t row, const StableIValue *slots) {
   tx_error error;
@@ -100,7 +101,7 @@ static void run_boxed(int32_t row, const StableIValue *slots) {
 /* -- registration
  * ------------------------------------------------------------------------------------------------------ */
 
-/* A handle owns its registrations, so these are never given back once registration succeeded. */
+/* A handle owns its registrations, so these are never deleted once registration succeeded. */
 static TorchLibraryHandle definitions;
 static TorchLibraryHandle implementations[TX_N_KEYS];
 
@@ -134,8 +135,8 @@ static tx_status register_all(tx_error *error) {
   return TX_OK;
 }
 
-/* Leaves torch as it was found, so that a later attempt can succeed. */
-static void give_back(TorchLibraryHandle *library) {
+/* Undoes registrations, so that a later attempt can succeed. */
+static void delete_library(TorchLibraryHandle *library) {
   if (*library) (void)abi.aoti_torch_delete_library_object(*library);
   *library = NULL;
 }
@@ -150,8 +151,8 @@ tx_status tx_torch_register(tx_error *error) {
     status = register_all(error);
     registered = status == TX_OK;
     for (int k = 0; !registered && k < TX_N_KEYS; k++)
-      give_back(&implementations[k]);
-    if (!registered) give_back(&definitions);
+      delete_library(&implementations[k]);
+    if (!registered) delete_library(&definitions);
   }
   (void)pthread_mutex_unlock(&mutex);
   return status;
@@ -172,9 +173,9 @@ tx_status tx_torch_call(int32_t i, void *arguments, void *order, int64_t order_b
   stack.order_bytes = order_bytes;
   tx_status status = TX_OK;
   *taken = tx_objects_read(&objects, &stack, parsed[i].arguments, parsed[i].n, arguments);
-  if (*taken) { /* as torch's dispatcher: other threads of Python go on meanwhile */
+  if (*taken) { /* releases the GIL, as torch's dispatcher does */
     void *thread = objects.PyEval_SaveThread();
-    status = run_where_it_is(i, &stack, error);
+    status = run_on_its_device(i, &stack, error);
     objects.PyEval_RestoreThread(thread);
   }
   tx_stack_free(&stack);
@@ -199,8 +200,8 @@ tx_status tx_torch_orthogonalise(tx_muon_job *jobs, int64_t n, const tx_muon_wor
   return tx_torch_orthogonalise_with(&abi, &pool, jobs, n, workspaces, n_workspaces, error);
 }
 
-/* torch.ops.load_library(path) only loads the file: this makes it register. Where it cannot, the caller of
- * tx_torch_register is told why; a program without torch notices nothing. */
+/* torch.ops.load_library(path) only loads the file; this constructor registers the operators. If that fails, the next
+ * caller of tx_torch_register is told why; a program without torch is not affected. */
 __attribute__((constructor)) static void register_where_torch_is_loaded(void) {
   if (tx_torch_is_loaded()) (void)tx_torch_register(NULL);
 }

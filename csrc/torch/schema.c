@@ -26,7 +26,7 @@ static bool take_type(const char **cursor, tx_argument *argument) {
   return true;
 }
 
-/* Tables that the host reads; operators.def says which they are. */
+/* Whether an argument is a table that the host reads (see operators.def). */
 static bool is_table(const char *name) {
   static const char *const kTables[] = {"groups", "meta", "slices", "offsets", "parts", "rates"};
   for (size_t i = 0; i < sizeof kTables / sizeof *kTables; i++)

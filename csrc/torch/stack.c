@@ -60,7 +60,7 @@ typedef struct {
   label tensor;
 } seen_device;
 
-/* Tables are the host's on every device. */
+/* Checks that a table is on the CPU, on whichever device the other tensors are. */
 static tx_status check_table(const tx_torch_abi *abi, const tx_argument *argument, AtenTensorHandle handle,
                              tx_error *error) {
   int32_t type = 0;
@@ -91,7 +91,7 @@ static tx_status check_device(const tx_torch_abi *abi, const tx_argument *argume
                  device_label(abi, seen->type, seen->index).text);
 }
 
-/* Which of our back ends has the device. */
+/* Selects the back end for the device. */
 static tx_status set_device(tx_stack *stack, const seen_device *seen, tx_error *error) {
   const tx_torch_abi *abi = stack->abi;
   stack->on_cuda = seen->known && seen->type == abi->aoti_torch_device_type_cuda();
@@ -116,7 +116,7 @@ static tx_status read_tensor(const tx_torch_abi *abi, const tx_argument *argumen
     return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "%s is not a tensor that can be read (undefined?)",
                    tensor_label(argument, i).text);
   tensor->dtype = dtype_of(abi, torch_dtype);
-  if (tensor->numel == 0) return TX_OK; /* "none": wherever and however it is stored */
+  if (tensor->numel == 0) return TX_OK; /* none; device and layout do not matter */
   if (tensor->dtype == TX_NONE)
     return tx_fail(error, TX_ERROR_UNKNOWN_DTYPE, "%s has a dtype that this library does not know (number %d of torch)",
                    tensor_label(argument, i).text, (int)torch_dtype);
@@ -134,9 +134,9 @@ static tx_status read_tensor(const tx_torch_abi *abi, const tx_argument *argumen
   } else {
     const void *data = NULL;
     failed = failed || abi->torch_get_const_data_ptr(handle, &data);
-    memcpy(&tensor->data, &data, sizeof data); /* tx_tensor has no const twin; who writes is settled by the schema */
+    memcpy(&tensor->data, &data, sizeof data); /* tx_tensor has no const variant; the schema says what is written */
   }
-  const bool meta = !argument->on_host && seen->type == abi->aoti_torch_device_type_meta(); /* refused by set_device */
+  const bool meta = !argument->on_host && seen->type == abi->aoti_torch_device_type_meta(); /* rejected by set_device */
   if (failed || (!tensor->data && !meta))
     return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "%s has no memory of its own (a fake, functional or freed tensor)",
                    tensor_label(argument, i).text);

@@ -8,7 +8,7 @@
 
 #define TX_LIBTORCH "libtorch_cpu.so"
 
-/* torch is loaded RTLD_LOCAL: its symbols are invisible to RTLD_DEFAULT, but its soname finds the loaded copy. */
+/* torch is loaded with RTLD_LOCAL: RTLD_DEFAULT does not find its symbols, but its soname finds the loaded copy. */
 static void *open_loaded_torch(void) {
   return dlopen(TX_LIBTORCH, RTLD_NOW | RTLD_NOLOAD);
 }
@@ -69,6 +69,6 @@ tx_status tx_torch_abi_resolve(tx_torch_abi *abi, tx_error *error) {
     }
     memcpy((char *)abi + kShims[i].slot, &symbol, sizeof symbol);
   }
-  dlclose(library); /* only our count: torch stays loaded as long as the process */
+  dlclose(library); /* only decrements the reference count: torch stays loaded */
   return status;
 }

@@ -1,7 +1,7 @@
-/* libtorch's stable C ABI in C: torch's own headers are C++ only, so the few functions we call are declared here, and
- * tests/core/torch_abi_test.cc compares each declaration with torch's. Nothing is linked to torch: the symbols are
- * looked up in the libtorch_cpu that the process has loaded, which is why one binary serves every torch since the
- * floor. */
+/* libtorch's stable C ABI in C. torch's own headers are C++ only, so the few functions that we call are declared here,
+ * and tests/core/torch_abi_test.cc compares each declaration with torch's. Nothing is linked to torch: the symbols are
+ * looked up in the libtorch_cpu that the process has loaded, which is why one binary works with every torch from
+ * TX_TORCH_FLOOR on. */
 #ifndef TX_TORCH_ABI_H
 #define TX_TORCH_ABI_H
 
@@ -32,14 +32,14 @@ typedef struct tx_torch_abi {
 #undef TX_SHIM_DTYPE
 } tx_torch_abi;
 
-/* Of libtorch_cuda.so, looked up when a GPU is first used: aoti_torch_get_current_cuda_stream, and its guards of the
- * current device (aoti_torch_create_cuda_guard, aoti_torch_delete_cuda_guard). */
+/* Functions of libtorch_cuda.so, looked up when a GPU is first used: aoti_torch_get_current_cuda_stream, and its guards
+ * of the current device (aoti_torch_create_cuda_guard, aoti_torch_delete_cuda_guard). */
 typedef AOTITorchError (*tx_torch_current_stream)(int32_t device_index, void **stream);
 typedef AOTITorchError (*tx_torch_create_guard)(int32_t device_index, void **guard);
 typedef AOTITorchError (*tx_torch_delete_guard)(void *guard);
 
-/* The floor, and the version whose prototypes are declared here: torch converts a boxed stack to the layout of this
- * version. A fixed number, never the running torch's. */
+/* The oldest supported torch, and the version whose prototypes are declared here: torch converts a boxed stack to the
+ * layout of this version. A fixed number, never the running torch's. */
 #define TX_TORCH_FLOOR_MAJOR 2
 #define TX_TORCH_FLOOR_MINOR 10
 #define TX_TORCH_BUILD_VERSION (((uint64_t)TX_TORCH_FLOOR_MAJOR << 56) | ((uint64_t)TX_TORCH_FLOOR_MINOR << 48))
@@ -47,8 +47,8 @@ typedef AOTITorchError (*tx_torch_delete_guard)(void *guard);
 /* Whether this process has loaded libtorch_cpu. */
 bool tx_torch_is_loaded(void);
 
-/* Looks every symbol up. TX_ERROR_UNAVAILABLE where torch is not loaded or a required symbol is missing; the message
- * names the symbol, the release that brought it and the running torch. Not thread-safe on one `abi`. */
+/* Looks up every symbol. TX_ERROR_UNAVAILABLE if torch is not loaded or a required symbol is missing; the message names
+ * the symbol, the release that introduced it and the running torch. Not thread-safe on one `abi`. */
 tx_status tx_torch_abi_resolve(tx_torch_abi *abi, tx_error *error);
 
 #ifdef __cplusplus

@@ -7,7 +7,7 @@ typedef struct {
   int64_t next; /* atomic */
 } region;
 
-/* So many tasks, whichever are next. */
+/* Runs up to `count` tasks, whichever are next. */
 static void run_some(region *r, int64_t count) {
   for (int64_t i; count > 0 && (i = __atomic_fetch_add(&r->next, 1, __ATOMIC_RELAXED)) < r->n; count--)
     r->task(r->arg, i);
@@ -17,8 +17,8 @@ static void run_range(int64_t begin, int64_t end, void *ctx) {
   run_some(ctx, end - begin);
 }
 
-/* Grain 1: csrc/ops makes as many tasks as there are threads, each worth a thread. What torch refuses to run is run
- * here. */
+/* Grain 1: csrc/ops creates as many tasks as there are threads, each worth a thread. Tasks that torch fails to run are
+ * run here. */
 static void run(void *ctx, int64_t n, void (*task)(void *arg, int64_t i), void *arg) {
   const tx_torch_abi *abi = ctx;
   region r = {task, arg, n, 0};

@@ -1,10 +1,10 @@
-/* torch's thread pool as a tx_parallel: a second OpenMP runtime in the process would fight with it. */
+/* torch's thread pool as a tx_parallel: a second OpenMP runtime in the process would compete with it. */
 #ifndef TX_TORCH_POOL_H
 #define TX_TORCH_POOL_H
 
 #include "csrc/torch/torch_abi.h"
 
-/* As many threads as torch has now. abi must stay. */
+/* A tx_parallel with as many threads as torch is set to use now. abi must outlive it. */
 tx_parallel tx_torch_pool(const tx_torch_abi *abi);
 
 #endif

@@ -1,10 +1,10 @@
 /* Muon's matrix products by torch: its addmm, called without Python.
  *
- * Note: lanes. Where the processor multiplies in tiles (AMX) torch multiplies matrices of these sizes in bf16 on one
- * thread, whatever others there are; elsewhere threads that share a product are a few percent slower. Matrices do
- * not need each other, so each thread has its own: inside a region of torch's pool every product is made by the thread
- * that asks for it. One matrix alone is multiplied in such a region, too: how many threads torch would have may be seen
- * in a product's bits. */
+ * Note: lanes. Where the processor multiplies in tiles (AMX), torch multiplies bf16 matrices of these sizes on one
+ * thread, however many there are; on other processors, threads that share a product are a few percent slower. Matrices
+ * are independent, so each thread gets its own: inside a region of torch's pool every product is computed by the thread
+ * that asks for it. A single matrix is multiplied in such a region too, because the number of threads that torch uses
+ * can change a product's bits. */
 #include "csrc/torch/torch_products.h"
 
 #include <string.h>
@@ -16,7 +16,7 @@
 
 typedef struct work {
   const tx_torch_abi *abi;
-  const tx_parallel *pool; /* NULL: everything on this thread */
+  const tx_parallel *pool; /* NULL: runs everything on this thread */
   tx_muon_job *job;
   tx_muon_iteration iteration;
   void *memory[TX_MUON_OPERANDS];
@@ -31,12 +31,13 @@ static int64_t columns_of(const work *w, int32_t operand) {
   return operand < TX_MUON_SQUARES ? w->iteration.columns : w->small;
 }
 
-/* Rows and columns of an operand, or of what it is transposed; NULL: torch has no memory for a tensor. */
+/* A block of an operand, or of its transpose. */
 typedef struct block {
   int32_t operand, transposed;
   int64_t row, rows, column, columns;
 } block;
 
+/* A tensor that views the block; NULL: torch has no memory for a tensor. */
 static AtenTensorHandle view_of(const work *w, const block *b) {
   const int64_t stride = columns_of(w, b->operand);
   const int64_t strides[2] = {b->transposed ? 1 : stride, b->transposed ? stride : 1};
@@ -86,7 +87,8 @@ static int make(void *ctx, const tx_muon_product *p) {
   return 0;
 }
 
-/* Which iteration, every machine decides alike; the panels are those in which this one is fastest. */
+/* Orthogonalises one matrix. The kind of iteration is the same on every machine; the panels are those that are fastest
+ * on this one. */
 static void orthogonalise(const tx_torch_abi *abi, const tx_parallel *pool, tx_muon_job *job,
                           const tx_muon_workspace *in) {
   work w = {.abi = abi,
@@ -114,7 +116,7 @@ typedef struct region {
   int64_t next; /* atomic */
 } region;
 
-static void orthogonalise_beside(void *arg, int64_t lane) {
+static void orthogonalise_lane(void *arg, int64_t lane) {
   region *r = arg;
   if (lane >= r->n_workspaces) return;
   for (int64_t i; (i = __atomic_fetch_add(&r->next, 1, __ATOMIC_RELAXED)) < r->n;) {
@@ -150,8 +152,8 @@ tx_status tx_torch_orthogonalise_with(const tx_torch_abi *abi, const tx_parallel
   for (int64_t i = 0; i < n; i++)
     beside += jobs[i].alone != 0;
   region r = {abi, jobs, n, workspaces, n_workspaces, 0};
-  const int64_t lanes = n_workspaces < 2 ? 2 : n_workspaces; /* of two tasks torch's pool makes a region */
-  if (beside > 0) pool->run(pool->ctx, lanes, orthogonalise_beside, &r);
+  const int64_t lanes = n_workspaces < 2 ? 2 : n_workspaces; /* for a single task torch's pool opens no region */
+  if (beside > 0) pool->run(pool->ctx, lanes, orthogonalise_lane, &r);
   for (int64_t i = 0; i < n; i++) {
     if (!jobs[i].alone) orthogonalise(abi, pool, &jobs[i], workspaces);
   }

@@ -4,8 +4,8 @@
 
 #include "csrc/core/status.h"
 
-/* Two tensors of one index have one shape, unless one of them is flat (a shard, a range of a flat buffer) or none; how
- * many elements they have is compared by the entry. */
+/* Whether two tensors of one index have the same shape, or one of them is flat (a shard, a range of a flat buffer) or
+ * none. The entry compares their numbers of elements. */
 static bool shapes_agree(const tx_shape *a, const tx_shape *b) {
   if (a->dim <= 1 || b->dim <= 1) return true;
   if (a->dim != b->dim) return false;

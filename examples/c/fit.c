@@ -1,8 +1,9 @@
 /* A program without Python, torch or C++: it needs the headers, libtorch_ext.so and a C11 compiler.
  *
- * It asks the library how a bf16 model trains (the policy), where gradients would lie in buckets shared by two ranks
- * (the layout), and fits y = W x + b by AdamW: bf16 weights, gradients and moments, with fp32 masters and without. With
- * masters the fit becomes as good as bf16 weights can be; without, and rounded to nearest, small updates are lost.
+ * It asks the library for the dtypes of a bf16 model (the policy) and for the places of gradients in buckets shared by
+ * two ranks (the layout). Then it fits y = W x + b by AdamW: bf16 weights, gradients and moments, with and without fp32
+ * master weights. With them the fit becomes as good as bf16 weights can be; without, rounded to nearest, small updates
+ * are lost.
  *
  *     bazel run //examples/c:fit
  */
@@ -22,7 +23,7 @@ static tx_tensor bf16(uint16_t *data, int64_t numel) {
   return (tx_tensor){.data = data, .numel = numel, .dtype = TX_BF16};
 }
 
-/* Every call that can fail is checked in one way: the library says what is wrong, the program decides what to do. */
+/* Whether a call failed; prints its message. The library prints nothing itself: the program decides what to do. */
 static int failed(tx_status status, const tx_error *error) {
   if (status != TX_OK) {
     fprintf(stderr, "%s: %s\n", tx_status_name(status), error->message);
@@ -153,7 +154,7 @@ static double loss_of(const float *params, float *grads) {
 
 /* -- training ------------------------------------------------------------------------------------------------------ */
 
-/* Rounds to bf16, or widens from it: tx_cast looks at the dtypes. */
+/* Converts to bf16, with rounding, or from it: tx_cast reads the dtypes of the tensors. */
 static int cast(tx_tensor from, tx_tensor to) {
   tx_error error;
   tx_cast_args args = TX_CAST_ARGS_INIT;
@@ -174,7 +175,7 @@ static int train(int with_masters, double *loss) {
   memset(exp_avg_sq, 0, sizeof exp_avg_sq);
   float steps[2] = {0.0f, 0.0f};
 
-  /* Two parameters that lie one after the other: the weight, and the bias from element WEIGHTS on. */
+  /* Two parameters in one array: the weight, and from element WEIGHTS on the bias. */
   const tx_tensor params[] = {bf16(weights, WEIGHTS), bf16(weights + WEIGHTS, OUTPUTS)};
   const tx_tensor gradients[] = {bf16(grads, WEIGHTS), bf16(grads + WEIGHTS, OUTPUTS)};
   const tx_tensor exp_avgs[] = {bf16(exp_avg, WEIGHTS), bf16(exp_avg + WEIGHTS, OUTPUTS)};

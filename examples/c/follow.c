@@ -1,9 +1,9 @@
-/* An inference engine that follows a trainer, in one C program: after each optimizer step the trainer sends what
- * changed in its bf16 weights, and the engine, whose weights lie otherwise (each of two tensor-parallel ranks has half
- * of the columns), becomes the same bit for bit. The first message has all weights, the others about ten bits for each
- * that changed.
+/* A trainer and an inference engine that follows it, in one C program. After each optimizer step the trainer sends the
+ * bf16 weights that changed, and the engine applies them: its weights are then the same, bit for bit. The engine has
+ * another layout: each of two tensor-parallel ranks has half of the columns. The first message has all weights, the
+ * others about ten bits for each weight that changed.
  *
- * The engine's half uses torch_ext_delta.h alone: an engine by itself links to libtorch_ext_delta.so.
+ * The engine's half uses torch_ext_delta.h alone: a separate engine links to libtorch_ext_delta.so only.
  *
  *     bazel run //examples/c:follow
  */
@@ -31,7 +31,7 @@ static int failed(tx_status status, const tx_error *error) {
 
 /* -- trainer ------------------------------------------------------------------------------------------------------- */
 
-/* Weights, the states of AdamW, and what a publisher keeps: which weights changed, by how much at most in each block of
+/* Weights, AdamW's states, and a publisher's notes: which weights changed, the largest change in each block of
  * TX_BLOCK, and checksums of the last version. */
 static uint16_t weights[NUMEL], exp_avg[NUMEL], exp_avg_sq[NUMEL], grads[NUMEL], moved[NUMEL / TX_BLOCK];
 static float masters[NUMEL], steps[1];
@@ -55,7 +55,7 @@ static float uniform(void) {
   return (float)(state >> 40) * 0x1p-23f - 1.0f;
 }
 
-/* Rounds to bf16, or widens from it: tx_cast looks at the dtypes. */
+/* Converts to bf16, with rounding, or from it: tx_cast reads the dtypes of the tensors. */
 static int cast(tx_tensor from, tx_tensor to) {
   tx_error error;
   tx_cast_args args = TX_CAST_ARGS_INIT;
@@ -65,7 +65,7 @@ static int cast(tx_tensor from, tx_tensor to) {
   return failed(tx_cast(&args, NULL, &error), &error);
 }
 
-/* Random numbers of about `size` as bf16: a rounded gradient, or weights to begin with. */
+/* Fills `to` with random bf16 numbers of about `size`: a gradient, or initial weights. */
 static int fill(uint16_t *to, float size) {
   static float wide[NUMEL];
   for (int i = 0; i < NUMEL; ++i) {
@@ -74,9 +74,9 @@ static int fill(uint16_t *to, float size) {
   return cast(tensor_of(wide, NUMEL, TX_F32), tensor_of(to, NUMEL, TX_BF16));
 }
 
-/* Random weights, with masters that are the same numbers: version 0. */
+/* Makes version 0: random weights, and master weights with the same numbers. */
 static int begin_training(tx_delta_chain *chain) {
-  const uint64_t id[2] = {0x5eed, 1}; /* two random words in real life */
+  const uint64_t id[2] = {0x5eed, 1}; /* in real use: two random words */
   const tx_delta_run run = publisher_run();
   tx_error error;
   return fill(weights, 0.05f) || cast(run.weights, tensor_of(masters, NUMEL, TX_F32)) ||
@@ -84,7 +84,7 @@ static int begin_training(tx_delta_chain *chain) {
          failed(tx_delta_renew(1, &run, NULL, &error), &error);
 }
 
-/* An AdamW step by a random gradient, which notes what it changes. */
+/* Takes an AdamW step with a random gradient; it notes which weights it changes. */
 static int step_once(void) {
   const tx_tensor param = tensor_of(weights, NUMEL, TX_BF16), grad = tensor_of(grads, NUMEL, TX_BF16);
   const tx_tensor first = tensor_of(exp_avg, NUMEL, TX_BF16), second = tensor_of(exp_avg_sq, NUMEL, TX_BF16);
@@ -107,7 +107,7 @@ static int step_once(void) {
   return fill(grads, 1.0f) || failed(tx_adamw(&args, NULL, &error), &error);
 }
 
-/* The next version's message, or (TX_DELTA_WHOLE) all weights of this one. */
+/* Makes the message of the next version or, with TX_DELTA_WHOLE, one with all weights of the current version. */
 static int publish(tx_delta_chain *chain, int32_t kind, tx_delta_message *message) {
   const tx_delta_run run = publisher_run();
   tx_delta_encode_args args = TX_DELTA_ENCODE_ARGS_INIT;
@@ -124,7 +124,7 @@ static int publish(tx_delta_chain *chain, int32_t kind, tx_delta_message *messag
 
 /* -- engine -------------------------------------------------------------------------------------------------------- */
 
-/* A rank of the engine: columns [rank * HALF, (rank + 1) * HALF), contiguous in its own memory. */
+/* The engine's ranks: rank r has columns [r * HALF, (r + 1) * HALF), contiguous in its own memory. */
 static uint16_t shards[RANKS][ROWS * HALF];
 
 static int open_rank(int rank, tx_delta_receiver **receiver) {
@@ -135,7 +135,7 @@ static int open_rank(int rank, tx_delta_receiver **receiver) {
         .rows = ROWS,
         .columns = HALF,
         .step = COLUMNS,
-        .data = r == rank ? shards[rank] : NULL, /* what another rank holds is passed over */
+        .data = r == rank ? shards[rank] : NULL, /* NULL: another rank has these columns */
         .row_stride = HALF,
         .column_stride = 1,
     };
@@ -144,7 +144,7 @@ static int open_rank(int rank, tx_delta_receiver **receiver) {
   return failed(tx_delta_open(1, table, RANKS, pieces, receiver, &error), &error);
 }
 
-/* Every rank takes the same message. */
+/* Applies the same message on every rank. */
 static int receive(tx_delta_receiver **receivers, const tx_delta_message *message) {
   const tx_tensor bytes = tensor_of(message->data, message->bytes, TX_U8);
   tx_error error;

@@ -1,7 +1,7 @@
-"""Accelerate: the optimizer is made in one line, and `prepare` takes it as it takes any other.
+"""Accelerate: one line creates the optimizer, and `prepare` takes it like any other.
 
-With several processes `prepare` wraps the model in DistributedDataParallel. One more line puts this library's exchange
-into that: gradients travel in the policy's dtype, and are summed in fp32 in the order of the ranks.
+With several processes `prepare` wraps the model in DistributedDataParallel. One more line uses this library's exchange
+inside it: gradients are sent in the policy's dtype, and summed in fp32 in the order of the ranks.
 
     python -m pip install -r tests/requirements.txt
     python examples/frameworks/accelerate_loop.py
@@ -33,7 +33,7 @@ def train(accelerator: Accelerator, folder: str, resume: bool) -> nn.Module:
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
     if accelerator.num_processes > 1:
-        torch_ext.register_comm_hook(model, policy)  # what `prepare` returned, which is in DDP
+        torch_ext.register_comm_hook(model, policy)  # the model from `prepare` is in DDP
     if resume:
         accelerator.load_state(folder)
     for step in range(STEPS // 2 if resume else 0, STEPS):
@@ -54,9 +54,9 @@ def train(accelerator: Accelerator, folder: str, resume: bool) -> nn.Module:
 
 
 def main() -> None:
-    accelerator = Accelerator(cpu=True, step_scheduler_with_optimizer=False)  # else once for each process
+    accelerator = Accelerator(cpu=True, step_scheduler_with_optimizer=False)  # else the schedule steps once per process
     with tempfile.TemporaryDirectory() as own:
-        (folder,) = broadcast_object_list([own])  # the main process's
+        (folder,) = broadcast_object_list([own])  # the folder of the main process
         whole = train(accelerator, folder, resume=False)
         accelerator.free_memory()
         accelerator.wait_for_everyone()

@@ -1,8 +1,8 @@
-"""A loop in torchtitan's style: FSDP2 around each block, mixed precision, DCP. Two lines make the optimizer.
+"""A loop in torchtitan's style: FSDP2 around each block, mixed precision, DCP. Two lines create the optimizer.
 
-The shards are fp32 and the blocks compute in bf16, so the shards are the masters; moments are bf16, dithered. States
-are DTensors like the parameters: torch's clip_grad_norm_ and torch.distributed.checkpoint work on them as they are, and
-what was saved may be loaded on another number of ranks.
+The shards are fp32 and the blocks compute in bf16, so the shards are their own master weights; moments are bf16,
+dithered. States are DTensors like the parameters: torch's clip_grad_norm_ and torch.distributed.checkpoint work, and a
+checkpoint may be loaded on another number of ranks.
 
     python examples/frameworks/fsdp2.py
 """
@@ -39,7 +39,7 @@ def network() -> nn.Module:
 
 def train(folder: str, resume: bool) -> nn.Module:
     model = network()
-    policy = torch_ext.load_policy(model)  # knows what the blocks compute in; shards alone would have fp32 moments
+    policy = torch_ext.load_policy(model)  # reads that the blocks compute in bf16: bf16 moments
     optimizer = torch_ext.AdamW(
         model.named_parameters(), lr=1e-3, policy=policy
     )  # was: torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -73,7 +73,7 @@ def rank_main(rank: int, folder: str) -> None:
 
 
 def main() -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # both processes are here
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # both processes are on this machine
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(rank_main, (folder,), nprocs=WORLD)
 

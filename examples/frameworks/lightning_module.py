@@ -1,6 +1,6 @@
-"""Lightning: one line of configure_optimizers. Clipping, checkpoints and accumulation stay the Trainer's.
+"""Lightning: one line changes, in configure_optimizers. Clipping, checkpoints and accumulation stay the Trainer's.
 
-16-mixed takes the loss scale of this library (a minimum, hysteresis, agreed on by all ranks) as a plugin:
+With 16-mixed, pass this library's loss scale (a minimum, hysteresis, the same on all ranks) as a plugin:
 
     scaler = torch_ext.load_policy(torch.float16).grad_scaler("cuda")
     Trainer(plugins=[MixedPrecision("16-mixed", "cuda", scaler=scaler)])
@@ -47,7 +47,7 @@ def train(folder: str, resume_from: str | None = None) -> Sum:
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=32)
     trainer = lightning.Trainer(
         accelerator="cpu",
-        precision="bf16-true",  # a bf16 model, beside which the optimizer keeps fp32 masters
+        precision="bf16-true",  # a bf16 model, for which the optimizer keeps fp32 master weights
         gradient_clip_val=10.0,
         max_epochs=EPOCHS,
         callbacks=[lightning.callbacks.ModelCheckpoint(folder, "{epoch}", save_top_k=-1)],

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: one argument more. It trains, clips, saves, and resumes where it stopped, bit for bit.
+"""Hugging Face's Trainer: one more argument. It trains, clips, saves and resumes, bit for bit.
 
 python -m pip install -r tests/requirements.txt
 python examples/frameworks/trainer.py
@@ -18,7 +18,7 @@ import torch_ext
 
 
 class Counting(torch.utils.data.Dataset):
-    """Sequences that count upwards from a random number."""
+    """Sequences that count upwards, each from another number."""
 
     def __len__(self) -> int:
         return 256
@@ -42,7 +42,7 @@ def train(folder: str, resume_from: str | None = None) -> LlamaForCausalLM:
         model=model,
         args=arguments,
         train_dataset=Counting(),
-        optimizers=(optimizer, None),  # the line; the schedule stays the Trainer's
+        optimizers=(optimizer, None),  # the one line; the schedule stays the Trainer's
     )
     trainer.train(resume_from_checkpoint=resume_from)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

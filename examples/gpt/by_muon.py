@@ -1,12 +1,12 @@
-"""The main job's model from random weights by Muon: torch.optim.Muon on an fp32 model, and torch_ext.Muon on a bf16 one
-with 16-bit remainders and with 8-bit momentum; torch.optim.AdamW on an fp32 model beside them.
+"""Trains the main job's model from random weights by Muon: torch.optim.Muon on an fp32 model, and torch_ext.Muon on a
+bf16 model, with 16-bit remainders and with 8-bit momentum. For comparison, torch.optim.AdamW on an fp32 model.
 
     python examples/gpt/by_muon.py            # a few minutes on two cores
     python examples/gpt/by_muon.py --quick    # seconds: every optimizer, no claims
 
-Three seeds each; the runs of one seed begin with the same weights and read the same text in the same order, in one
-process. Ends with a table, and with status 1 where a mean of ours is further from torch.optim.Muon's, upwards, than its
-seeds are from each other.
+Three seeds each, in one process. The runs of one seed start from the same weights and read the same text in the same
+order. Prints a table. Exits with status 1 if the mean loss of a torch_ext run is above torch.optim.Muon's by more than
+the seeds of torch.optim.Muon differ from each other.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from tables import markdown
 import torch_ext
 
 SEEDS = range(3)
-# Updates as large as AdamW's, so that all have one learning rate, one schedule and one weight_decay.
+# Updates as large as AdamW's, so that all optimizers share one learning rate, schedule and weight_decay.
 MUON: dict[str, Any] = {"adjust_lr_fn": "match_rms_adamw"}
 
 
 class Together:
-    """torch.optim.Muon takes matrices alone: it needs another optimizer beside it. A list of them as one."""
+    """Several optimizers as one: torch.optim.Muon takes matrices only, and needs a second optimizer for the rest."""
 
     def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
         self._all = optimizers
@@ -69,7 +69,7 @@ def torchs_muon(model: GPT, decay: float, _seed: int) -> Any:
 
 
 def ours(states: Any) -> Callable[[GPT, float, int], Any]:
-    """It finds the embedding, to which the head is tied, by itself."""
+    """Returns a function that creates torch_ext.Muon. Muon finds the embedding, to which the head is tied, itself."""
 
     def made(model: GPT, decay: float, seed: int) -> Any:
         return torch_ext.Muon(model, weight_decay=decay, states=states, seed=seed, **MUON)
@@ -94,7 +94,7 @@ CONTENDERS = [
 
 
 def held_out(contender: Contender, stage: Stage, seed: int) -> tuple[float, float]:
-    """Nats per byte after training, and bytes of weights and optimizer states per parameter."""
+    """Trains; returns the held-out loss in nats per byte, and bytes of weights and optimizer states per parameter."""
     torch.manual_seed(seed)
     model = GPT(stage.config).to(contender.dtype)
     optimizer = contender.optimizer(model, stage.weight_decay, seed)

@@ -1,6 +1,6 @@
-"""What the optimizer keeps: every configuration that the main job compares, in one table.
+"""The optimizer configurations that the main job compares.
 
-`python examples/gpt/finetune.py --more` also trains those of MORE, which differ in how something is rounded.
+`python examples/gpt/finetune.py --more` also trains those of MORE, which differ in what is rounded, and how.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).absolute().parents[2]))  # the repository's root; not needed where it is installed
 import torch_ext
 
-# What a policy is told of each set of states, as `override_optimizer_config`.
+# The `override_optimizer_config` of each name of `Configuration.states`.
 STATES: dict[str, dict[str, Any]] = {
     **{word: {"states": word} for word in ("bf16", "bf16_remainder", "8bit")},
     "no masters": {"main_params_dtype": None},
@@ -28,7 +28,7 @@ STATES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Training:
-    """`module` is called, `optimizer` steps, `clip(max_norm)` clips the gradients and returns their norm."""
+    """A model in training. Call `module`, step `optimizer`; `clip(max_norm)` clips gradients and returns their norm."""
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
@@ -43,7 +43,10 @@ class Configuration:
     roundings: Mapping[str, Any] = field(default_factory=dict)  # arguments of torch_ext.AdamW
 
     def prepare(self, model: GPT, weight_decay: float, seed: int, distributed: bool) -> Training:
-        """`model` has this configuration's dtype. Distributed: over the default process group."""
+        """Creates the optimizer of `model`, which has this configuration's dtype.
+
+        distributed: also makes the model data parallel over the default process group.
+        """
         if self.states is None:
             module = DistributedDataParallel(model, gradient_as_bucket_view=True) if distributed else model
             stock = torch.optim.AdamW(model.parameters(), weight_decay=weight_decay, fused=True)

@@ -1,10 +1,10 @@
-"""Fine-tunes OUT/pretrained.pt, which train.py left, under every configuration of the optimizer, with three seeds each.
+"""Fine-tunes OUT/pretrained.pt, which train.py wrote, with every optimizer configuration and three seeds each.
 
     python examples/gpt/finetune.py [--out OUT] [--quick] [--more] [--seeds N] [--processes N]
 
-Every run begins with the same bf16 numbers; seeds differ in the order of the text (and in torch_ext's dither). A
-run has one thread of one process, and there are as many at a time as cores; the losses do not depend on that. `--more`
-belongs after a main job: `report.py` then has the further rows, too.
+Every run starts from the same bf16 numbers; seeds differ in the order of the text (and in torch_ext's dither). A run
+uses one thread of one process, and as many runs as there are cores run at a time; the losses do not depend on that. Use
+`--more` after a main job: `report.py` then shows the additional rows as well.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from stages import FULL, QUICK, Stage
 from tqdm import tqdm
 from train import Run, show, train
 
-_steps_done: Synchronized[int]  # by all processes of the pool
+_steps_done: Synchronized[int]  # of all processes of the pool
 
 
 def _begin(steps_done: Synchronized[int]) -> None:
@@ -39,8 +39,8 @@ def _count(_: str = "") -> None:
 
 
 def train_all(runs: Sequence[Run], stage: Stage, out: Path, processes: int) -> None:
-    """Prints a line for each run that ends, below a bar of all steps."""
-    context = multiprocessing.get_context("spawn")  # a fork of a process in which torch has threads may hang
+    """Trains `runs` in a pool of processes; shows a bar of all steps, and a line for each run that ends."""
+    context = multiprocessing.get_context("spawn")  # a fork may hang when torch has started threads
     steps_done: Synchronized[int] = context.Value("i", 0)
     with (
         ProcessPoolExecutor(processes, context, _begin, (steps_done,)) as pool,
@@ -56,7 +56,7 @@ def train_all(runs: Sequence[Run], stage: Stage, out: Path, processes: int) -> N
 
 
 def train_here(runs: Sequence[Run], stage: Stage, out: Path) -> None:
-    """The same in this process, where the runs are so short that another one takes longer to start."""
+    """Trains `runs` in this process, for runs that are shorter than the start of another process."""
     torch.set_num_threads(1)
     with tqdm(desc=f"{len(runs)} runs, steps", total=len(runs) * stage.steps, mininterval=1) as bar:
         for run in runs:

@@ -2,7 +2,7 @@
 #
 #     TORCH_EXT_PYTHON=python3 bash examples/gpt/job.sh [--quick]
 #
-# From the environment: OUT_DIR (out), OMP_NUM_THREADS (of each of two processes; the cores, shared out).
+# Environment: OUT_DIR (default: out), OMP_NUM_THREADS (threads of each of the two processes; default: half the cores).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -11,7 +11,7 @@ out=${OUT_DIR:-out}
 processes=2
 threads=$(($(nproc) / processes))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
-# Both processes are on this machine: nothing has to resolve its name, and nothing leaves it.
+# Both processes are on this machine: the loopback needs no name resolution, and nothing leaves the machine.
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
 
 title() { printf '\n== %s\n' "$*"; }

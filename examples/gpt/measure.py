@@ -1,4 +1,4 @@
-"""What the table of the main job is measured with: bytes in memory, bytes on the wire."""
+"""Measures bytes in memory and bytes sent, for the main job's table."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-# struct tcp_info of linux/tcp.h (Linux 4.19 and later): two uint64 from byte 200 on, tcpi_bytes_sent, which counts what
-# was sent again as well, and tcpi_bytes_retrans, which counts that alone.
+# struct tcp_info of linux/tcp.h (Linux 4.19 and later): two uint64 from byte 200 on. tcpi_bytes_sent includes bytes
+# that were sent again; tcpi_bytes_retrans counts those alone.
 _SENT_AND_AGAIN = struct.Struct("=200xQQ")
 
 
@@ -27,8 +27,9 @@ def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
 
 
 def resident_bytes(optimizer: Optimizer) -> dict[str, int]:
-    """Bytes that the optimizer keeps alive between steps, by what they are for: the parameters, their gradients and
-    each kind of state. Whole storages, each counted once, so a flat buffer with padding counts with its padding."""
+    """Returns the bytes held between steps, by kind: "weights", "gradients" and each kind of optimizer state.
+
+    Counts whole storages, each once, so the padding of a flat buffer counts."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     seen: set[int] = set()
     sizes = {
@@ -47,9 +48,8 @@ def resident_bytes(optimizer: Optimizer) -> dict[str, int]:
 
 
 def bytes_sent() -> int | None:
-    """Bytes of payload that this process's open TCP connections have sent so far, each once, however often it was lost;
-    None where the kernel does not tell.
-    The process group's connections are all that a training process has."""
+    """Returns the payload bytes that this process's open TCP connections have sent so far, without bytes that were sent
+    again; None if the kernel does not say. A training process has no connections but those of the process group."""
     total, known = 0, False
     for name in os.listdir("/proc/self/fd"):
         try:

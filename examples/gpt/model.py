@@ -1,10 +1,10 @@
 """A byte-level GPT: 256 symbols, rotary positions, pre-norm blocks, the output layer tied to the embedding.
 
-Nothing in it knows of torch_ext, and the three recipes of train.py share it: `GPT(config).to(torch.bfloat16)` is the
-bf16 model. Weights, activations and gradients then have 16 bits everywhere; a matrix product multiplies bf16 numbers,
-sums in fp32 and rounds the result once, which is what a bf16 matrix unit does. Many CPUs have no such unit, and torch's
-substitute is several times slower there than fp32. So the products below are asked for in fp32, on the same bf16
-numbers: `x.float()` is exact, the product of two bf16 numbers is exact in fp32, and only the order of the sum differs.
+It does not use torch_ext; all configurations share it. `GPT(config).to(torch.bfloat16)` is the bf16 model. Its weights,
+activations and gradients have 16 bits everywhere. A matrix product multiplies bf16 numbers, sums in fp32 and rounds the
+result once, as a bf16 matrix unit does. Many CPUs have no such unit, and torch's substitute is several times slower
+there than fp32. So the products below are computed in fp32, on the same bf16 numbers: `x.float()` is exact, the product
+of two bf16 numbers is exact in fp32, and only the order of the sum differs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Config:
 
 
 class _WideLinear(torch.autograd.Function):
-    """x @ weight.T, and its two gradients, as fp32 products of what is stored; each result rounded once."""
+    """x @ weight.T and its two gradients, computed in fp32 from the stored numbers; each result is rounded once."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:  # noqa: ANN001
@@ -53,7 +53,7 @@ def rotation_table(context: int, width: int) -> Tensor:
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Each pair (x[i], x[i + width/2]) turned by its position's angle. x: [..., length, width]."""
+    """Rotates each pair (x[i], x[i + width/2]) by the angle of its position. x: [..., length, width]."""
     cos, sin = rotation[:, : x.shape[-2]]
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
@@ -94,7 +94,7 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=0.02 / (2 * config.layers) ** 0.5 if residual else 0.02)
 
     def forward(self, text: Tensor) -> Tensor:
-        """text: uint8 or int64 [batch, length + 1]. Mean negative log-likelihood in nats per byte, fp32."""
+        """Returns the mean negative log-likelihood in nats per byte, fp32. text: uint8 or int64 [batch, length + 1]."""
         inputs, targets = text[:, :-1].long(), text[:, 1:].long()
         x = self.bytes(inputs)
         for block in self.blocks:

@@ -1,4 +1,4 @@
-"""The picture of the main job: held-out loss by step in both stages, and at the end against memory."""
+"""Draws the picture of the main job: held-out loss by step in both stages, and the final loss against memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ assert set(STYLES) == set(CONFIGURATIONS)
 
 
 def draw_losses(axes: Axes, stage: StageResults, title: str) -> None:
-    """Means over the seeds, a tenth of the held-out text."""
+    """Draws the mean over the seeds of the loss on a tenth of the held-out text."""
     for name, (colour, width, label) in STYLES.items():
         curves = [dict(run.previews) for run in stage.of(name)]
         steps = sorted(curves[0])
@@ -37,7 +37,7 @@ def draw_losses(axes: Axes, stage: StageResults, title: str) -> None:
 
 
 def draw_memory(axes: Axes, stage: StageResults) -> None:
-    """One dot a run: held-out loss at the end, less the mean of fp32's, against bytes per parameter."""
+    """Draws one dot per run: final held-out loss minus the mean of fp32's, against bytes per parameter."""
     base = stage.mean(REFERENCE)
     axes.axhspan(-stage.spread(), stage.spread(), color="#9aa3b2", alpha=0.35, lw=0)
     for name, (colour, _, label) in STYLES.items():

@@ -1,4 +1,4 @@
-"""Ends the main job: reads the logs of OUT, prints the tables and writes OUT/results.json, table.md and gpt.png.
+"""The last step of the main job: reads the logs of OUT, prints the tables, writes OUT/results.json, table.md, gpt.png.
 
 python examples/gpt/report.py [OUT]
 """
@@ -16,7 +16,7 @@ from results import REFERENCE, Results, collect
 
 
 def sentences(results: Results) -> str:
-    """The results in words."""
+    """Returns the results in words."""
     stage = results.stages["finetune"]
     told = [f"Fine-tuned, torch's AdamW on the fp32 model, {stage.memory(REFERENCE):.0f} bytes per parameter:"]
     for name in ("8bit", "torch-bf16"):

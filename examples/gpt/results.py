@@ -1,6 +1,6 @@
-"""What the main job found, as OUT/results.json has it: read from the logs of train.py, and the statistics of the table.
+"""The results of the main job, as in OUT/results.json: read from the logs of train.py, with the table's statistics.
 
-The spread, by which differences are measured, is the sample standard deviation of fp32's held-out loss over its seeds.
+Differences are given in units of the spread: the sample standard deviation of fp32's held-out loss over its seeds.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Result:
     seed: int
     held_out: float
     previews: list[tuple[int, float]]  # step, loss of a tenth of the held-out text
-    memory: dict[str, float]  # what the optimizer keeps between steps, by kind
-    sent: float | None  # per step, by rank 0; None: one process, or the kernel does not tell
-    resumed_at: int  # the step after which a new process went on; 0: none did
+    memory: dict[str, float]  # bytes held between steps, by kind
+    sent: float | None  # per step, by rank 0; None: one process, or the kernel does not say
+    resumed_at: int  # the step after which a new process resumed; 0: not resumed
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,14 @@ class StageResults:
         return [run for run in self.runs if run.configuration == configuration]
 
     def configurations(self) -> list[str]:
-        """Those that were run, in the table's order."""
+        """Returns the names of the configurations that ran, in the table's order."""
         return [name for name in CONFIGURATIONS | MORE if self.of(name)]
 
     def mean(self, configuration: str) -> float:
         return statistics.fmean(run.held_out for run in self.of(configuration))
 
     def excess(self, configuration: str) -> float:
-        """Mean over the seeds of the held-out loss, less fp32's of the same seed."""
+        """Returns the mean over the seeds of the held-out loss minus fp32's of the same seed."""
         fp32 = {run.seed: run.held_out for run in self.of(REFERENCE)}
         return statistics.fmean(run.held_out - fp32[run.seed] for run in self.of(configuration))
 
@@ -88,7 +88,7 @@ class Results:
 
 
 def collect(out: Path) -> Results:
-    """From the logs of a whole job."""
+    """Reads the logs of a whole job."""
     stages = {name: _stage(name, sorted((out / name).glob("*.jsonl"))) for name in COMPARED}
     quick = " --quick" if stages["scratch"].steps == QUICK["scratch"].steps else ""
     return Results(_machine(), f"bash examples/run.sh{quick}", stages)
@@ -115,7 +115,7 @@ def _stage(name: str, logs: Sequence[Path]) -> StageResults:
 
 
 def _run(path: Path) -> tuple[Result, dict[str, Any]]:
-    """The run, and what its log says at its end."""
+    """Returns the run's result and the last record of its log."""
     configuration, _, seed = path.stem.rpartition("-")
     previews: list[tuple[int, float]] = []
     end: dict[str, Any] = {}
@@ -123,7 +123,7 @@ def _run(path: Path) -> tuple[Result, dict[str, Any]]:
         if "preview" in record:
             previews.append((record["step"], record["preview"]))
         elif "loss" not in record:
-            end |= record  # of a run that was resumed: the second process' numbers
+            end |= record  # for a resumed run: the second process' numbers
     numel = end["parameters"]
     memory = {kind: nbytes / numel for kind, nbytes in end["sizes"].items() if nbytes}
     sent = None if end["sent"] is None else end["sent"] / numel
@@ -131,7 +131,7 @@ def _run(path: Path) -> tuple[Result, dict[str, Any]]:
 
 
 def _machine() -> str:
-    """The processor, the cores that are ours, torch, Python and the text that it brings."""
+    """Describes the machine: processor, usable cores, torch, Python and the fingerprint of its text."""
     name, info = platform.machine(), Path("/proc/cpuinfo")
     if info.is_file():
         name = next(

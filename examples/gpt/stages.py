@@ -1,8 +1,8 @@
 """The three trainings of the main job, and the loop that they share.
 
-pretrain    code, from random weights: the checkpoint that fine-tuning begins with
-scratch     code, from random weights, few steps at a high learning rate: no configuration loses anything
-finetune    documentation, from the checkpoint, at a low learning rate: bf16 weights without masters lose updates
+pretrain    on code, from random weights: makes the checkpoint from which fine-tuning starts
+scratch     on code, from random weights, few steps at a high learning rate: no configuration loses anything
+finetune    on documentation, from the checkpoint, at a low learning rate: bf16 weights without masters lose updates
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Stage:
     least_lr_factor: float = 0.1
     weight_decay: float = 0.1
     max_norm: float = 1.0
-    checkpoint: str | None = None  # of the folder of the outputs; None: random weights
+    checkpoint: str | None = None  # a file in the output folder; None: random weights
 
     def lr_factor(self, step: int) -> float:
         """Linear warm-up, then a cosine down to `least_lr_factor`."""
@@ -47,7 +47,7 @@ class Stage:
 
     @property
     def preview_every(self) -> int:
-        """Steps between two looks at a tenth of the held-out text."""
+        """Steps between two evaluations on a tenth of the held-out text."""
         return max(1, self.steps // 10)
 
 
@@ -55,7 +55,7 @@ PRETRAINED = "pretrained.pt"
 _MODEL = Config(layers=2, heads=4, width=128, context=128)
 FULL = {
     "pretrain": Stage(_MODEL, "code", 4, steps=1500, warmup=100, peak_lr=2e-3, held_out=800),
-    # How pretraining begins: so early in a schedule nothing is decayed yet.
+    # The beginning of a pretraining: so early in a schedule the learning rate has not decayed yet.
     "scratch": Stage(_MODEL, "code", 4, steps=200, warmup=40, peak_lr=2e-3, held_out=800, least_lr_factor=1.0),
     "finetune": Stage(
         _MODEL,
@@ -80,8 +80,8 @@ QUICK = {
 def train_steps(
     stage: Stage, training: Training, seed: int, steps: range, rank: int = 0, world: int = 1
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Trains `steps`. After each one, while its gradients are still there, yields its number from 1, this rank's loss
-    and the norm of the gradients. Text and order are a function of the seed, the step and the rank."""
+    """Trains `steps`. After each step, while the gradients exist, yields its number (from 1), this rank's loss and the
+    norm of the gradients. The text read depends only on the seed, the step and the rank."""
     optimizer, written = training.optimizer, text.corpus(stage.corpus).training
     for step in steps:
         for group in optimizer.param_groups:
@@ -97,7 +97,7 @@ def train_steps(
 
 @torch.no_grad()
 def held_out_loss(model: torch.nn.Module, windows: Tensor, rank: int = 0, world: int = 1) -> float:
-    """Mean negative log-likelihood over all windows, nats per byte. The ranks share them."""
+    """Returns the mean negative log-likelihood over all windows, nats per byte. The ranks divide the windows."""
     total = torch.zeros(1, dtype=torch.float64)
     for chunk in windows[rank::world].split(64):
         total += model(chunk).double() * len(chunk)

@@ -1,4 +1,4 @@
-"""The Markdown of the main job's results, from its JSON.
+"""Prints the main job's results as Markdown, from its JSON.
 
 python examples/gpt/tables.py [examples/gpt/results.json]
 """
@@ -20,7 +20,7 @@ _COLUMNS = ["AdamW", "bytes per parameter", "held-out loss, each seed", "mean - 
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """Aligned for reading as it is; the first row is the head."""
+    """Returns a Markdown table with aligned columns; the first row is the header."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rule = ["-" * w if i == 0 else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
     align = [str.ljust, *[str.rjust] * (len(widths) - 1)]
@@ -29,7 +29,7 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def table(stage: StageResults) -> str:
-    """One row a configuration."""
+    """Returns a table with one row per configuration."""
     with_sent = stage.processes > 1
     rows = [_COLUMNS + ["bytes sent per parameter and step"] * with_sent]
     for name in stage.configurations():
@@ -47,7 +47,7 @@ def table(stage: StageResults) -> str:
 
 
 def section(name: str, stage: StageResults) -> str:
-    """The table under its title, with what one has to know to read it."""
+    """Returns a stage's title, settings, table and the explanation of its numbers."""
     seeds = len(stage.of(REFERENCE))
     ranks = "one process" if stage.processes == 1 else f"{stage.processes} processes over gloo"
     return (

@@ -1,9 +1,9 @@
 """The texts of the main job: Python's own standard library, which every machine that runs Python has.
 
-"code": single files that every Python from 3.10 to 3.13 has, named, so that the text is the same wherever the Python is
-the same, and sorted by name; no file is in both lists. "documentation": what help() knows of the language, English in
-reStructuredText, a file that the code does not contain; its last fifth is held out. The bytes are taken as they are;
-there is no tokenizer.
+"code": the files listed below, which every Python from 3.10 to 3.13 has, sorted by name. The list makes the text the
+same for the same Python; no file is both in TRAINING and in HELD_OUT. "documentation": the text that help() shows about
+the language, English in reStructuredText, a file that "code" does not contain; its last fifth is held out. The model
+reads bytes; there is no tokenizer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Corpus(NamedTuple):
 
 @functools.cache
 def corpus(name: str) -> Corpus:
-    """ "code" or "documentation"."""
+    """Returns a text by its name, "code" or "documentation"."""
     if name == "code":
         return Corpus(read(TRAINING), read(HELD_OUT))
     topics = read(DOCUMENTATION)
@@ -50,7 +50,7 @@ def corpus(name: str) -> Corpus:
 
 
 def read(names: list[str]) -> Tensor:
-    """The named files one after the other, as one uint8 tensor."""
+    """Returns the named files, concatenated, as one uint8 tensor."""
     folder = Path(sysconfig.get_path("stdlib"))
     missing = [name for name in names if not (folder / f"{name}.py").is_file()]
     if missing:
@@ -60,8 +60,9 @@ def read(names: list[str]) -> Tensor:
 
 
 def held_out(name: str, context: int, sequences: int) -> Tensor:
-    """The first `sequences` windows of a corpus' held-out text, uint8 [sequences, context + 1]. Each predicts `context`
-    bytes; together they predict every byte but the first once."""
+    """Returns the first `sequences` windows of a corpus' held-out text, uint8 [sequences, context + 1].
+
+    In each `context` bytes are predicted; together, every byte but the first is predicted once."""
     text = corpus(name).held_out
     if len(text) <= context * sequences:
         raise SystemExit(f"the held-out {name} has {len(text)} bytes; {context * sequences + 1} are needed")
@@ -69,15 +70,16 @@ def held_out(name: str, context: int, sequences: int) -> Tensor:
 
 
 def batch(text: Tensor, context: int, size: int, *, seed: int, step: int, rank: int, world: int) -> Tensor:
-    """What `rank` reads at `step`: `size` random windows, uint8 [size, context + 1]. A pure function of its arguments,
-    so a run that resumes in a new process reads on where the first one stopped."""
+    """Returns the batch that `rank` reads at `step`: `size` random windows, uint8 [size, context + 1].
+
+    It depends only on the arguments, so a resumed run continues with the text of the first run's next step."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     starts = torch.randint(len(text) - context, (world, size), generator=generator)[rank]
     return text[starts[:, None] + torch.arange(context + 1)]
 
 
 def fingerprint() -> str:
-    """Eight hexadecimal digits that tell one Python's text from another's."""
+    """Returns eight hexadecimal digits that identify this Python's text."""
     digest = hashlib.sha256()
     for part in (*corpus("code"), *corpus("documentation")):
         digest.update(part.numpy().tobytes())

@@ -1,12 +1,13 @@
-"""Trains the byte-level GPT by the configurations of configurations.py, through the stages of stages.py.
+"""Trains the byte-level GPT with the configurations of configurations.py, in the stages of stages.py.
 
     torchrun --standalone --nproc-per-node 2 examples/gpt/train.py pretrain/torch-fp32:3 --half scratch/8bit:0
     torchrun --standalone --nproc-per-node 2 examples/gpt/train.py --resume scratch/8bit:0 scratch/torch-fp32:0
 
-One run is stage/configuration:seed. Where processes train together the model is in torch's DistributedDataParallel, or
-in torch_ext's buckets. A seed fixes the initial weights and every batch, so runs of one seed read the same text in the
-same order. Each run writes OUT/<stage>/<configuration>-<seed>.jsonl, which report.py reads; --half ends in the middle,
-with a checkpoint from which --resume goes on in a new process; pretrain ends with OUT/pretrained.pt.
+A run is named stage/configuration:seed. With several processes, torch's configurations use DistributedDataParallel and
+torch_ext's use `parallelize`. The seed determines the initial weights and every batch, so runs of one seed read the
+same text in the same order. Each run writes OUT/<stage>/<configuration>-<seed>.jsonl, which report.py reads. With
+--half a run stops in the middle with a checkpoint, from which --resume continues in a new process. The stage pretrain
+writes OUT/pretrained.pt.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from tqdm import tqdm
 
 @dataclass(frozen=True)
 class Run:
-    """What one log is of. `part`: "whole", "half" (the first one) or "resume" (the second one)."""
+    """The run that one log describes. `part`: "whole", "half" (the first half) or "resume" (the second half)."""
 
     stage: str
     configuration: str
@@ -51,7 +52,7 @@ class Run:
 
 
 class Log:
-    """One record a line; only rank 0 writes."""
+    """A file of JSON records, one per line, that only rank 0 writes."""
 
     def __init__(self, path: Path, append: bool, rank: int) -> None:
         self._file = open(path, "a" if append else "w") if rank == 0 else None
@@ -66,8 +67,8 @@ class Log:
 
 
 def train(run: Run, stage: Stage, out: Path, on_step: Callable[[str], object]) -> float | None:
-    """Trains one run, in one process or in all of the default process group, and calls `on_step` after each step, with
-    what there is to say or "". Returns the loss of the whole held-out text, None after a half."""
+    """Trains one run, in one process or in all of the default process group. Returns the loss on the whole held-out
+    text; None for a first half. After each step it calls `on_step` with a status text, or "" if there is no news."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     torch.manual_seed(run.seed)
     model, training = build(run, stage, out, distributed=world > 1)
@@ -116,7 +117,7 @@ def train(run: Run, stage: Stage, out: Path, on_step: Callable[[str], object]) -
 def build(run: Run, stage: Stage, out: Path, distributed: bool) -> tuple[GPT, Training]:
     configuration = (CONFIGURATIONS | MORE)[run.configuration]
     model = GPT(stage.config)
-    if stage.checkpoint:  # of bf16 numbers: every configuration begins with the same ones
+    if stage.checkpoint:  # stored in bf16, so every configuration starts from the same numbers
         model.load_state_dict(torch.load(out / stage.checkpoint, weights_only=True))
     model.to(configuration.dtype)
     return model, configuration.prepare(model, stage.weight_decay, run.seed, distributed)
@@ -129,7 +130,7 @@ def save(path: Path, model: GPT, training: Training, step: int, rank: int) -> No
 
 
 def load(path: Path, model: GPT, training: Training) -> int:
-    """Returns the number of steps that were taken before."""
+    """Loads a checkpoint; returns the number of steps that it has taken."""
     saved = torch.load(path, weights_only=True)
     model.load_state_dict(saved["model"])
     training.optimizer.load_state_dict(saved["optimizer"])

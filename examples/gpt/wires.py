@@ -1,11 +1,11 @@
-"""The loss of the byte-level GPT by what its gradients travel in: fp32, bf16, or 8 bits, which nobody else offers.
+"""Compares the loss of the byte-level GPT when its gradients are sent in fp32, in bf16 and in 8 bits.
 
     python examples/gpt/wires.py            # minutes on two cores
     python examples/gpt/wires.py --quick    # seconds: every wire, no claims
 
-Two processes train a small bf16 model with torch_ext's buckets; the runs of one seed begin with the same weights and
-read the same text in the same order. Three seeds of the fp32 wire say how far apart two runs may end
-without meaning anything. Ends with a table and with OUT_DIR/wires.png (OUT_DIR: out).
+Two processes train a small bf16 model with torch_ext's buckets. The runs of one seed start from the same weights and
+read the same text in the same order. Three seeds of the fp32 wire show how much runs differ by chance. Prints a table
+and writes OUT_DIR/wires.png (OUT_DIR: out).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tqdm import tqdm
 import torch_ext
 
 WORLD = 2
-# Down to a hundredth of the learning rate: where updates are small, rounding shows.
+# The learning rate falls to a hundredth, because rounding shows when updates are small.
 FULL = Stage(
     Config(layers=2, heads=2, width=64, context=64),
     "code",
@@ -116,7 +116,7 @@ def table(results: list[Result]) -> str:
 
 
 def smooth(values: list[float], keep: float = 0.9) -> list[float]:
-    """Exponential mean without the bias of its start."""
+    """Returns the exponential moving average, corrected for the bias of its start."""
     mean, out = 0.0, []
     for i, value in enumerate(values):
         mean = keep * mean + (1 - keep) * value
@@ -145,7 +145,7 @@ def main() -> None:
     stage = QUICK if parser.parse_args().quick else FULL
     out = Path(os.environ.get("OUT_DIR") or "out")
     out.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # both processes are here
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # both processes are on this machine
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         results_file = os.path.join(folder, "results.pt")

@@ -1,6 +1,8 @@
-"""python tests/bench [step | comm | accuracy | cost] ...: ours against its peers, as ratios of one run; cost: what a
-step takes on many ranks, simulated. Each has options of its own (--help); `step` unless given. `--quality` prints what
-the roundings cost instead."""
+"""The benchmark's command: python tests/bench [step | comm | accuracy | cost] ...
+
+step, the default, and comm compare torch_ext with its peers, as ratios within one run. accuracy measures the rounding
+errors of sums. cost simulates what a step takes on many ranks. Each of them has its own options (--help). `--quality`
+instead of them prints what the roundings cost."""
 
 import argparse
 import importlib
@@ -11,7 +13,7 @@ from collections.abc import Callable
 
 _HERE = pathlib.Path(__file__).absolute().parent
 
-# What is measured -> the module that does.
+# The command's first word -> the module that measures it.
 _BENCHES = {
     "step": "bench.step",
     "comm": "bench.comm.run",
@@ -22,8 +24,9 @@ _QUALITY = "bench.accuracy.rounding_report"
 
 
 def find_packages() -> None:
-    """Makes `bench` and `torch_ext` importable: of this checkout, or the torch_ext that PYTHONPATH names. This folder
-    itself, which Python puts first for a script, goes: its files are no modules of their own."""
+    """Makes `bench` and `torch_ext` importable: from this checkout, or from the PYTHONPATH if it has a torch_ext.
+    Removes this folder from sys.path, where Python puts a script's folder first: its files are modules of the package
+    `bench` only."""
     sys.path[:] = [folder for folder in sys.path if pathlib.Path(folder or ".").absolute() != _HERE]
     named = [pathlib.Path(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     sys.path.insert(0, str(_HERE.parent))
@@ -32,8 +35,8 @@ def find_packages() -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """`arguments`: those of the process where None. Returns the exit status; leaves by SystemExit(2) where they are not
-    legal."""
+    """Runs the command and returns its exit status. arguments: None for those of the process. Raises SystemExit(2) if
+    they are not legal."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="python tests/bench", description="Ours against its peers, as ratios.")
     what = next((word for word in arguments[:1] if word in _BENCHES), "step")

@@ -2,11 +2,11 @@
 
 sizes   bytes on disk per parameter, weights included, of the trained GPT of examples/gpt
 codec   GB/s of bf16 weights that one thread encodes and decodes, by instruction set
-pause   seconds that AsyncSaver.save takes, against a copy of the state; of steps while it writes, against others
-increments  bytes on disk per parameter of IncrementalWeights, a version after so many steps, against all weights
-dcp     seconds of saving and loading through torch.distributed.checkpoint, against logical states
+pause   seconds of AsyncSaver.save, against a copy of the state; of a step while it writes, against other steps
+increments  bytes on disk per parameter of an IncrementalWeights version, by steps between versions, against all weights
+dcp     seconds of saving and loading states at rest through torch.distributed.checkpoint, against logical states
 
-What is compared is measured in turns, and the least of each is shown.
+Contenders take turns; the least time of each is shown.
 """
 
 import argparse
@@ -36,7 +36,7 @@ STATES = ("bf16", "bf16_remainder", "8bit")
 
 
 def _least(rounds: int, *each: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> list[float]:
-    """Seconds of each, called in turns."""
+    """Calls the functions in turn and returns the least seconds of each."""
     found = [float("inf")] * len(each)
     for _ in range(rounds):
         for i, call in enumerate(each):
@@ -55,6 +55,7 @@ def optimizer_of(model: nn.Module, states: Any, **options: Any) -> torch_ext.Ada
 
 
 def trained(states: str, steps: int) -> tuple[nn.Module, torch_ext.AdamW]:
+    """Returns the model of examples/gpt and its optimizer after so many steps."""
     sys.path.insert(0, str(_EXAMPLE))
     example = importlib.import_module("model")
     torch.manual_seed(0)
@@ -76,7 +77,8 @@ def _trained_further(model: nn.Module, optimizer: torch_ext.AdamW, begin: int, s
 
 
 def increments(states: str, steps: int) -> Iterator[str]:
-    """The learning rates of pretraining, of fine-tuning and of reinforcement learning."""
+    """Yields a line for each learning rate, of pretraining, fine-tuning and reinforcement learning, and each number of
+    steps between versions."""
     model, optimizer = trained(states, steps)
     numel = sum(p.numel() for p in model.parameters())
     for lr in (1e-3, 1e-5, 1e-6):
@@ -144,6 +146,7 @@ def codec() -> Iterator[str]:
 
 
 def _gpt2(states: str) -> tuple[nn.Module, torch_ext.AdamW]:
+    """Returns a module with GPT-2's shapes and its optimizer, after two steps."""
     model = nn.Module()
     for i, p in enumerate(workload.make(workload.gpt2(), torch.bfloat16, 0)):
         model.register_parameter(f"p{i}", p)

@@ -1,7 +1,9 @@
-"""Processes that run a kernel beside ours, as the other threads of a step do: python -m bench.background_load is one.
+"""Processes that run a kernel while the benchmark times it, as the other threads of a step do. Each process is a
+`python -m bench.background_load`.
 
-What a kernel needs on one thread is not what it needs on several where two of these have a core together, which a guest
-is not told, and which its host changes as it likes. Processes, since the interpreter's lock would keep threads apart.
+A kernel can be slower on several threads than on one if two of them share a core. A virtual machine does not know
+whether its processors do, and its host may change it. They are processes because the interpreter's lock would serialize
+threads.
 """
 
 import select
@@ -19,13 +21,13 @@ from bench.optimizer_configs import CONFIGURATIONS
 from bench.resident_memory import environment
 
 
-class Beside:
-    """Starts `count` of them; they rest until they are asked to run, and end with the context."""
+class BackgroundLoad:
+    """Starts `count` processes. They rest until `running`, and end with the context."""
 
     def __init__(self, count: int, seed: int) -> None:
         self._seed = seed
         self.calls: list[int] = []
-        """How many batches of calls each of them made when they last ran."""
+        """How many batches of calls each process completed when they last ran."""
         command = [sys.executable, "-m", "bench.background_load"]
         self._processes = [
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment())
@@ -34,7 +36,8 @@ class Beside:
 
     @contextmanager
     def running(self, configuration: str, isa: str) -> Iterator[None]:
-        """They step small tensors of their own for as long as the context lasts. RuntimeError if one of them ended."""
+        """Lets the processes step small tensors of their own for as long as the context lasts. Raises RuntimeError if
+        one of them has ended."""
         self._ask(f"{configuration} {isa} {self._seed}", "running")
         try:
             yield
@@ -42,10 +45,10 @@ class Beside:
             self.calls = list(map(int, self._ask("rest", "resting")))
 
     def _ask(self, what: str, answer: str) -> list[str]:
-        """What each of them adds to the answer."""
+        """Sends a line to each process and returns what each adds to the expected answer."""
         for process in self._processes:
             assert process.stdin is not None
-            with suppress(BrokenPipeError):  # it does not answer, either
+            with suppress(BrokenPipeError):  # the process has ended; the missing answer is reported below
                 print(what, file=process.stdin, flush=True)
         added = []
         for process in self._processes:
@@ -56,7 +59,7 @@ class Beside:
             added.append(more)
         return added
 
-    def __enter__(self) -> "Beside":
+    def __enter__(self) -> "BackgroundLoad":
         return self
 
     def __exit__(
@@ -64,13 +67,14 @@ class Beside:
     ) -> None:
         for process in self._processes:
             process.kill()
-            process.communicate()  # waits for it and closes its pipes
+            process.communicate()  # waits for its end and closes its pipes
 
 
 def main() -> None:
+    """Runs one process: answers "CONFIGURATION ISA SEED" by running the kernel until the next line comes."""
     torch.set_num_threads(1)
     made: dict[str, InCache] = {}
-    for asked in iter(sys.stdin.readline, ""):  # the other end closes with its process
+    for asked in iter(sys.stdin.readline, ""):  # the input ends when the benchmark's process does
         name, isa, seed = asked.split()
         optimizer_configs.select_isa(isa)
         cached = made.get(name) or made.setdefault(name, InCache(CONFIGURATIONS[name], int(seed)))

@@ -1,4 +1,4 @@
-"""The rows of the benchmark about backward: what a gradient costs, and gradients stepped where they are made."""
+"""The benchmark's rows about backward: what a gradient costs there, and steps within backward."""
 
 import contextlib
 import statistics
@@ -13,13 +13,15 @@ from bench import timing, workload
 from bench.figures import Bar
 from bench.row import Bench
 
-# -- gradients: what is done about each in backward, against DistributedDataParallel -----------------------------------
+# -- gradients: the work for each gradient in backward, against DistributedDataParallel --------------------------------
 
 _TENSORS, _NUMEL = 1000, 64
 _ROUNDS = 40
 
 
 class _Small(torch.nn.Module):
+    """A model of many small parameters, so that backward's time is that of the hooks."""
+
     def __init__(self) -> None:
         super().__init__()
         self.all = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(_NUMEL)) for _ in range(_TENSORS))
@@ -29,8 +31,8 @@ class _Small(torch.nn.Module):
 
 
 class _Backward:
-    """One contender: a training step, of which the backward is timed, in seconds of this thread's processor time, so
-    that a busy machine changes less."""
+    """One contender: a training step whose backward is timed. It is timed in processor time of this thread, which
+    depends less on how busy the machine is."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model, self._x, self.seconds = model, torch.ones(_NUMEL), list[float]()
@@ -68,8 +70,8 @@ def gradients(bench: Bench) -> None:
         bench.run("gradients", found, rounds)
         torch.set_num_threads(threads)
     own = {who: one.seconds[-rounds:] for who, one in found.items()}
-    # What else a machine does only adds to processor time, so the plain backward is its quickest round: a difference to
-    # the round beside it can be below zero.
+    # Other load on the machine only adds to processor time, so the plain backward is represented by its quickest round.
+    # A difference from the plain backward of the same round could be below zero.
     plain = min(own["plain"])
     over = {who: [seconds - plain for seconds in each] for who, each in own.items()}
     theirs = statistics.median(over["DDP"])
@@ -81,11 +83,12 @@ def gradients(bench: Bench) -> None:
         bench.add("gradients", what, value, Bar(1.3, 1.0, lower_is_better=True), beside)
 
 
-# -- release: a step within backward against one after it --------------------------------------------------------------
+# -- release: a step within backward against a step after it -----------------------------------------------------------
 
 
 def release(bench: Bench) -> None:
-    """Of the model's shapes. Its graph does nothing but make the gradients, so the step is all there is to see."""
+    """Times backward and step on the shapes of `bench.model`. The graph only creates gradients, so that the step takes
+    most of the time."""
 
     def training(early: bool) -> Callable[[], None]:
         generator = torch.Generator().manual_seed(bench.seed)

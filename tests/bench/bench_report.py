@@ -1,4 +1,4 @@
-"""The benchmark's findings for people and as JSON."""
+"""Formats the benchmark's findings, as text and as JSON."""
 
 import os
 import platform
@@ -12,11 +12,11 @@ import torch_ext
 from bench.figures import FIGURES, Bar, Figure, Findings, Skip
 from torch_ext.cli import info
 
-_WIDTH = 66  # of what a figure is of
+_WIDTH = 66  # of the column that names the figure
 
 
 def machine(threads: int, seed: int) -> dict[str, Any]:
-    """What every figure depends on."""
+    """Returns the facts on which every figure depends: versions, processor, threads, seed, load."""
     return {
         "torch_ext": torch_ext.__version__,
         "torch": torch.__version__,
@@ -42,7 +42,7 @@ def _processor() -> str:
 
 
 def _huge_pages() -> str:
-    """For ordinary allocations: "always", "madvise" (only where asked for) or "never"."""
+    """Returns the setting of transparent huge pages: "always", "madvise" (only on request), "never" or "unknown"."""
     try:
         with open("/sys/kernel/mm/transparent_hugepage/enabled") as file:
             return file.read().partition("[")[2].partition("]")[0]
@@ -51,7 +51,7 @@ def _huge_pages() -> str:
 
 
 def facts(values: dict[str, Any]) -> str:
-    """One line per fact, in columns."""
+    """Returns one line per fact, in columns."""
     width = max(map(len, values))
     texts = {key: ", ".join(map(str, v)) if isinstance(v, list) else str(v) for key, v in values.items()}
     return "\n".join(f"{key:<{width}}  {text}" for key, text in texts.items())
@@ -83,14 +83,15 @@ def _asked(bar: Bar | None) -> str:
 
 
 def closing(findings: Findings) -> str:
-    """How many figures reached what, and how many are missing."""
+    """Returns the last line: how many figures have each verdict, and how many were skipped."""
     count = Counter(figure.verdict for figure in findings.figures)
     verdicts = ", ".join(f"{count[verdict]} {verdict}" for verdict in FIGURES)
     return f"{len(findings.figures)} figures: {verdicts}; {len(findings.skips)} skipped"
 
 
 def table(rows: list[list[str]], left: int) -> str:
-    """Markdown, aligned for reading as it is; the first `left` columns to the left."""
+    """Returns a Markdown table, padded so that its source reads well. The first `left` columns are aligned left, the
+    others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rule = ["-" * w if i < left else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
     lines = []

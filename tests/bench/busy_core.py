@@ -1,4 +1,4 @@
-"""A neighbour who keeps one core busy while steps are timed."""
+"""A neighbour process that keeps one core busy while steps are timed."""
 
 import os
 import subprocess
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# It looks at who its parent is, so that it ends with us even where we are killed.
+# It checks who its parent is, so that it also ends if the benchmark is killed.
 _BUSY = """
 import os, sys
 parent, core = int(sys.argv[1]), int(sys.argv[2])
@@ -20,7 +20,8 @@ while os.getppid() == parent:
 
 @contextmanager
 def busy() -> Iterator[int]:
-    """A process that spins on the last core we may use, for as long as the context lasts; its process id."""
+    """Runs a process that spins on the last core that the benchmark may use, for as long as the context lasts. Yields
+    its process id."""
     core = max(os.sched_getaffinity(0))
     command = [sys.executable, "-c", _BUSY, str(os.getpid()), str(core)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

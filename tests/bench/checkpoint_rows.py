@@ -1,5 +1,5 @@
-"""The most that is resident while an optimizer is saved and loaded: python -m bench.checkpoint_rows, a process of
-its own for each figure."""
+"""Measures the peak memory while an optimizer is saved and loaded. Each figure comes from a process of its own,
+`python -m bench.checkpoint_rows`."""
 
 import ctypes
 import gc
@@ -21,11 +21,11 @@ from torch_ext.checkpoint import files
 
 
 class Peak(NamedTuple):
-    """Bytes."""
+    """Memory of one save or load, in bytes."""
 
-    state: int  # of the optimizer at rest
-    decoded: int  # of its logical state
-    extra: int  # the most that was resident, less what was before there was a state, or before it was saved
+    state: int  # the optimizer's state as it is stored in memory
+    decoded: int  # the same state decoded, as state_dict() returns it
+    extra: int  # the peak resident memory, less what was resident before the save or load
 
 
 def save_dcp(optimizer: Any, folder: Path) -> None:
@@ -52,12 +52,14 @@ WAYS = {"dcp": (save_dcp, load_dcp), "file": (save_file, load_file)}
 
 
 def measure(name: str, way: str, shapes: Shapes, seed: int) -> tuple[Peak, Peak]:
-    """Saving, and loading into an optimizer that has no state yet. Raises RuntimeError where it fails."""
+    """Returns the memory of saving, and of loading into an optimizer that has no state yet. Raises RuntimeError if
+    either fails."""
     with tempfile.TemporaryDirectory() as folder:
         return tuple(_ask(name, way, loads, shapes, seed, folder) for loads in (False, True))  # type: ignore[return-value]
 
 
 def _ask(name: str, way: str, loads: bool, shapes: Shapes, seed: int, folder: str) -> Peak:
+    """Measures a save or a load in a new process."""
     question = json.dumps([name, way, loads, shapes, seed, folder])
     command = [sys.executable, "-m", "bench.checkpoint_rows"]
     run = subprocess.run(command, input=question, capture_output=True, text=True, env=environment())
@@ -67,15 +69,17 @@ def _ask(name: str, way: str, loads: bool, shapes: Shapes, seed: int, folder: st
 
 
 def _answer(name: str, way: str, loads: bool, shapes: Shapes, seed: int, folder: str) -> Peak:
+    """Measures in this new process, after a small run."""
     warnings.simplefilter("ignore")  # DCP warns that there is one process
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as small:  # starts threads, loads code
+    with tempfile.TemporaryDirectory() as small:  # a small run first, which starts threads and loads code
         for each in (False, True):
             measure_here(name, way, each, [(1 << 16,)], seed, Path(small))
     return measure_here(name, way, loads, shapes, seed, Path(folder))
 
 
 def measure_here(name: str, way: str, loads: bool, shapes: Shapes, seed: int, folder: Path) -> Peak:
+    """Measures in this process. loads: whether to measure loading, not saving."""
     save, load = WAYS[way]
     training = optimizer_configs.ours(CONFIGURATIONS[name], shapes, seed)
     if not loads:

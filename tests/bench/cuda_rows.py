@@ -1,4 +1,5 @@
-"""python tests/bench --device cuda: the step on a GPU against a copy of the same bytes, and against torch's."""
+"""python tests/bench --device cuda: compares the step on a GPU with a copy of as many bytes, and with torch's
+optimizers."""
 
 import argparse
 import gc
@@ -24,20 +25,21 @@ from torch_ext.optim.clip_grad import clip_grad_norm_
 _DEVICE = "cuda:0"
 _PARAMS, _ROUNDS = 1_000_000_000, 20
 _QUICK_PARAMS, _QUICK_ROUNDS = 1 << 20, 3
-_VARIANT_PARAMS = 1 << 28  # every build has its own, at the same time
+_VARIANT_PARAMS = 1 << 28  # fewer, since every build keeps its own parameters at the same time
 _WALL, _MANY = ("fp32", "bf16", "bf16_remainder", "8bit"), ("fp32", "bf16")
 _HOST_STEPS = 50
 
 
 def why_not() -> str:
-    """Why there is nothing to measure; empty where there is."""
+    """Returns why nothing can be measured; an empty string if it can."""
     if torch.cuda.is_available():
         return ""
     return "this torch is built without CUDA" if not torch.backends.cuda.is_built() else "torch finds no GPU"
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the figures as they come. 1 where there is no GPU, or where a row failed; the others are measured then."""
+    """Measures the rows and prints their figures as they come. Returns 1 if there is no GPU or if a row failed; the
+    other rows are measured all the same."""
     if reason := why_not():
         print(f"bench --device cuda: {reason}")
         return 1
@@ -64,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
         figures, skips = len(findings.figures), len(findings.skips)
         try:
             row(bench)
-        except Exception as error:  # whatever it is, the other rows are worth having
+        except Exception as error:  # of any kind: the other rows are still measured
             traceback.print_exc()
             failed = True
             bench.skip(name, "the rest of the row", f"failed with {type(error).__name__}: {_first_line(error)}")
@@ -93,7 +95,8 @@ def _device_facts() -> dict[str, Any]:
 
 
 def _waited(step: Callable[[], object], times: int = 1) -> Callable[[], None]:
-    """Several steps, and then the wait for the device: what a launch takes is hidden behind the step before it."""
+    """Returns a function that makes several steps and then waits for the device. The time of a kernel launch is hidden
+    behind the step before it."""
 
     def several() -> None:
         for _ in range(times):
@@ -104,8 +107,8 @@ def _waited(step: Callable[[], object], times: int = 1) -> Callable[[], None]:
 
 
 def copy_of(traffic: float, params: int, device: str = _DEVICE) -> Callable[[], None]:
-    """A copy on the device that reads and writes `traffic` bytes per parameter together: random ones, since zeros can
-    be faster."""
+    """Returns a copy on the device that reads and writes `traffic` bytes per parameter in total. The bytes are random,
+    since zeros can be faster."""
     words = max(int(traffic * params / 2) // 8, 1)
     generator = torch.Generator(device).manual_seed(0)
     source = torch.randint(-(1 << 62), 1 << 62, (words,), device=device, generator=generator)
@@ -118,6 +121,7 @@ def copy_of(traffic: float, params: int, device: str = _DEVICE) -> Callable[[], 
 
 
 def _wall(bench: Bench) -> None:
+    """Compares the step on one flat tensor with a copy of as many bytes."""
     for name in _WALL:
         configuration = CONFIGURATIONS[name]
         what = f"{name} ({configuration.about}): fraction of the copy bandwidth"
@@ -142,7 +146,7 @@ def _wall(bench: Bench) -> None:
 
 
 def _many(bench: Bench) -> None:
-    """The bandwidth over GPT-2's tensors / that over as many elements in one."""
+    """Compares the step of GPT-2's tensors with that of one tensor with as many elements."""
     flat: Shapes = [(workload.numel(bench.model),)]
     for name in _MANY:
         made = {
@@ -155,6 +159,7 @@ def _many(bench: Bench) -> None:
 
 
 def _torch(bench: Bench) -> None:
+    """Compares the step of GPT-2's tensors with torch's fused AdamW and the mixed recipe."""
     shapes = bench.model
     pairs: Sequence[tuple[str, str, Stepper, Bar]] = (
         (
@@ -185,8 +190,8 @@ def _torch(bench: Bench) -> None:
 
 
 def launches(step: Callable[[], object]) -> list[str]:
-    """The kernels that a step launches, by name. (torch marks the optimizer's step itself on the device's time
-    line.)"""
+    """Returns the names of the kernels that a step launches. User annotations are left out: torch marks the optimizer's
+    step on the device's time line."""
     step()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
@@ -198,6 +203,7 @@ def launches(step: Callable[[], object]) -> list[str]:
 
 
 def _launches(bench: Bench) -> None:
+    """Counts the kernels of a step, alone and with a clip."""
     for name in _WALL:
         ours = optimizer_configs.ours(CONFIGURATIONS[name], bench.model, bench.seed, _DEVICE)
 
@@ -217,7 +223,7 @@ def _launches(bench: Bench) -> None:
 
 
 def _host(bench: Bench) -> None:
-    """Until step() returns: the device works on."""
+    """Measures the host's time until step() returns, while the device still works."""
     for name in _MANY:
         ours = optimizer_configs.ours(CONFIGURATIONS[name], bench.model, bench.seed, _DEVICE)
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""What a step costs that leaves more behind than states: an average of the weights, and what is measured of them."""
+"""The benchmark's rows about steps with extra outputs: an average of the weights (ema), and health measurements."""
 
 from typing import Any
 
@@ -9,16 +9,16 @@ from bench.figures import Bar
 from bench.optimizer_configs import CONFIGURATIONS, Configuration
 from bench.row import Bench
 
-# What AdamW takes as `ema_dtype`, and the bytes of the average that are read and written per parameter.
+# Name -> the value of AdamW's `ema_dtype`, and the bytes of the average that are read and written per parameter.
 _AVERAGES: dict[str, tuple[Any, int]] = {"bf16": (torch.bfloat16, 4), "24bit": ("24bit", 6), "fp32": (torch.float32, 8)}
 _AVERAGED = Bar(1.15, 1.05, lower_is_better=True)
 _MEASURED = Bar(1.05, 1.02, lower_is_better=True)
-_NOT_MEASURED = Bar(1.005, 1.0, lower_is_better=True)  # 1.00, as far as it can be told
+_NOT_MEASURED = Bar(1.005, 1.0, lower_is_better=True)  # no cost, as far as can be measured
 
 
 def ema(bench: Bench) -> None:
-    """Steps that keep an average, beside the memory that step and average read and write. 8-bit states are bound by the
-    kernel, with and without an average: the step without one stands beside it."""
+    """Compares the step that keeps an average with the wall of the bytes that step and average read and write. With
+    8-bit states the step is bound by the kernel instead, so the ratio to the step without an average is printed too."""
     for configuration in CONFIGURATIONS.values():
         alone = optimizer_configs.ours(configuration, bench.flat, bench.seed)
         for name, (dtype, traffic) in _AVERAGES.items():
@@ -35,12 +35,13 @@ def _ema_of(bench: Bench, configuration: Configuration, alone: Any, name: str, d
 
 
 def health(bench: Bench) -> None:
-    """A step that measures, and one that does not after others that did, beside one of an optimizer that never does."""
+    """Compares a step that measures, and a step that does not although earlier ones did, with a step of an optimizer
+    that never measures."""
     for name, configuration in CONFIGURATIONS.items():
         never, measuring = (optimizer_configs.ours(configuration, bench.flat, bench.seed) for _ in range(2))
 
         def measured(of: optimizer_configs.Training = measuring) -> None:
-            of.optimizer.measure_health()  # type: ignore[attr-defined]  # AdamW's
+            of.optimizer.measure_health()  # type: ignore[attr-defined]  # a method of torch_ext.AdamW
             of.step()
 
         contenders = {"never": never.step, "measured": measured, "not measured": measuring.step}

@@ -1,15 +1,15 @@
-"""What the benchmark finds: figures with what is asked of them, and what it had to leave out, each with its reason."""
+"""The benchmark's findings: figures with their targets, and skips with their reasons."""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from bench.timing import Spread, Times
 
-FIGURES = ("goal", "met", "below", "shown")  # verdicts; "shown": nothing is asked of the figure
+FIGURES = ("goal", "met", "below", "shown")  # the verdicts; "shown": the figure has no target
 
 
 class Bar(NamedTuple):
-    """What is asked of a figure."""
+    """The targets of a figure: what it has to reach (`at_least`) and what it should reach (`goal`)."""
 
     at_least: float
     goal: float
@@ -24,11 +24,13 @@ class Bar(NamedTuple):
 
 @dataclass(frozen=True)
 class Figure:
+    """A measured figure, with its target if it has one."""
+
     row: str  # a key of step_rows.ROWS
     what: str
     value: Spread
     bar: Bar | None = None
-    beside: dict[str, float] = field(default_factory=dict)  # what belongs to it, by name
+    beside: dict[str, float] = field(default_factory=dict)  # further numbers to print with it, by name
 
     @property
     def verdict(self) -> str:
@@ -51,7 +53,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Skip:
-    """A figure that could not be measured here."""
+    """A figure that could not be measured on this machine."""
 
     row: str
     what: str
@@ -59,7 +61,7 @@ class Skip:
 
 
 class Point(NamedTuple):
-    """One optimizer in the picture of bytes against time."""
+    """One optimizer in the picture of memory against time."""
 
     who: str
     bytes_per_parameter: float
@@ -69,7 +71,9 @@ class Point(NamedTuple):
 
 @dataclass
 class Findings:
+    """Everything that a run of the benchmark has found."""
+
     figures: list[Figure] = field(default_factory=list)
     skips: list[Skip] = field(default_factory=list)
     points: list[Point] = field(default_factory=list)
-    times: dict[str, Times] = field(default_factory=dict)  # interleaved run -> contender -> seconds of each round
+    times: dict[str, Times] = field(default_factory=dict)  # name of an interleaved run -> its times

@@ -1,4 +1,4 @@
-"""The time that a kernel needs where memory costs nothing: on a block that stays in the first-level cache."""
+"""Measures the time of a kernel's arithmetic without memory traffic: on a block that stays in the first-level cache."""
 
 import ctypes
 import statistics
@@ -15,23 +15,24 @@ from torch_ext.native import adamw_args, constants, library
 from torch_ext.native.adamw_args import AdamWArguments
 from torch_ext.params import param_groups
 
-# Elements of a call. The widest configuration has 16 bytes an element: 20 KB of 32 or more.
+# Elements of a call. The widest configuration has 16 bytes per element: 20 KB, of a cache of 32 KB or more.
 _SMALL, _LARGE = 256, 1280
 _CALLS, _BATCHES = 100, 10
 
 
 class InL1(NamedTuple):
-    """ns per element, on one thread."""
+    """Time in ns per element, on one thread."""
 
     alone: float
-    together: float  # while the other threads do the same
+    together: float  # while background processes run the same kernel
 
 
 class InCache:
-    """Calls of tx_adamw on one thread, on few and on more elements: what they differ in is the time of the elements
-    alone. Each step is a round of both, alone and beside others, and leaves what it found in `found`.
+    """Times calls of tx_adamw on one thread, on few and on more elements. The difference of both times is the time of
+    the elements, without the cost of a call. Each step() measures once alone and once with a background load, and
+    appends the result to `found`.
 
-    Of a round's batches the median counts: the scheduler leaves most of them alone.
+    A measurement takes the median of several batches, since the scheduler interrupts only few of them.
     """
 
     def __init__(
@@ -40,15 +41,15 @@ class InCache:
         seed: int,
         beside: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """beside: others run for as long as its context lasts."""
-        self._owned: list[Any] = []  # what the calls point to
+        """beside: returns a context during which background processes run the kernel."""
+        self._owned: list[Any] = []  # keeps alive what the calls point to
         self.trainings = [optimizer_configs.ours(configuration, [(n,)], seed) for n in (_SMALL, _LARGE)]
-        self._batches = [self._repeated(training) for training in self.trainings]
+        self._batches = [self._steps_of(training) for training in self.trainings]
         self._beside = beside
         self.found: list[InL1] = []
 
     def batch(self) -> None:
-        """About a tenth of a millisecond of the larger one."""
+        """Runs one batch of calls on more elements, about a tenth of a millisecond."""
         self._batches[1]()
 
     def step(self) -> None:
@@ -57,6 +58,7 @@ class InCache:
             self.found.append(InL1(alone, self._measure()))
 
     def _measure(self) -> float:
+        """Returns ns per element."""
         seconds: list[list[float]] = [[], []]
         for _ in range(_BATCHES):
             for batch, found in zip(self._batches, seconds, strict=True):
@@ -66,12 +68,14 @@ class InCache:
         small, large = map(statistics.median, seconds)
         return (large - small) / (_CALLS * (_LARGE - _SMALL)) * 1e9
 
-    def _repeated(self, training: Training) -> Callable[[], None]:
-        training.step()  # makes the state
+    def _steps_of(self, training: Training) -> Callable[[], None]:
+        """Returns a function that steps the training's parameter _CALLS times through the C interface."""
+        training.step()  # creates the state
         (p,) = training.params
         state = training.optimizer.state[p]
         master = state.get("master_param", state.get("master_remainder"))
-        # Checksums beside remainders are part of the loop; samples beside fp32 masters are looked at apart from it.
+        # With remainders, checksums are computed in the kernel's loop. With fp32 masters, samples of the weights are
+        # compared outside it.
         checksum = state["checksum"] if "master_remainder" in state else None
         hyper = param_groups.hyper(training.optimizer.param_groups, torch.device("cpu"))
         states = [state["exp_avg"], state["exp_avg_sq"], master, state.get("scales"), state["step"], checksum]

@@ -1,4 +1,4 @@
-"""The row of the benchmark about Muon: its passes over memory, its step, and torch.optim.Muon's."""
+"""The benchmark's row about Muon: its passes over memory, and its step against torch.optim.Muon's."""
 
 import ctypes
 import statistics
@@ -22,12 +22,13 @@ _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
 def matrices(model: Shapes) -> Shapes:
-    """All that Muon steps."""
+    """Returns the shapes that Muon steps: matrices, without the embeddings."""
     return [shape for shape in model if len(shape) == 2 and max(shape) <= _LARGEST]
 
 
 class Passes:
-    """Both operators on one flat matrix: bf16 weights beside fp32 masters, bf16 momentum and updates."""
+    """Muon's two operators that pass over memory, on one flat matrix: bf16 weights, fp32 master weights, bf16 momentum
+    and updates."""
 
     # read: gradient, momentum, update, master; written: momentum, work, master, weight
     bytes_read, bytes_written = 2 + 2 + 2 + 4, 2 + 2 + 4 + 2
@@ -69,6 +70,7 @@ def muon(bench: Bench) -> None:
 
 
 def _passes(bench: Bench) -> None:
+    """Compares both passes with the wall of the bytes that they move."""
     passes = Passes(bench.params, bench.seed)
     contenders: dict[str, Callable[[], object]] = {
         "both": passes.both,
@@ -88,7 +90,7 @@ def _step(shapes: Shapes, seed: int, **options: object) -> Callable[[], object]:
 
 
 def _panel(rows: int, columns: int, dtype: torch.dtype) -> int:
-    """In which this machine makes symmetric products of such a matrix."""
+    """Returns the panel width in which this machine computes symmetric products of a matrix of this size."""
     threads = torch.get_num_threads()
     of_one = 1 if newton_schulz.lanes(rows, columns, dtype, threads) else threads
     int32, int64 = ctypes.c_int32, ctypes.c_int64
@@ -98,8 +100,8 @@ def _panel(rows: int, columns: int, dtype: torch.dtype) -> int:
 
 
 def _limit(shapes: Shapes, kind: str, dtype: torch.dtype) -> Callable[[], object]:
-    """As many operations as an orthogonalisation of each takes, in square products of torch's, and the bytes of both
-    passes."""
+    """Returns the lower bound of a step: as many operations as the orthogonalisations of all matrices take, as square
+    products of torch.mm, and the wall of the bytes of both passes."""
     wall = optimizer_configs.wall(Passes.bytes_read + Passes.bytes_written, workload.numel(shapes))
     operations: dict[int, float] = {}  # by the smaller dimension
     for rows, columns in shapes:
@@ -121,7 +123,7 @@ def _limit(shapes: Shapes, kind: str, dtype: torch.dtype) -> Callable[[], object
 
 
 def _error(make: Callable[..., torch.optim.Optimizer], **options: object) -> float:
-    """Percent by which the update of a random matrix differs from the iteration in float64."""
+    """Returns by how many percent the update of a random matrix differs from the same iteration in float64."""
     weight = torch.nn.Parameter(torch.zeros(768, 3072))
     weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)).bfloat16().float()
     optimizer = make([weight], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, **options)
@@ -135,6 +137,7 @@ def _error(make: Callable[..., torch.optim.Optimizer], **options: object) -> flo
 
 
 def _steps(bench: Bench) -> None:
+    """Compares Muon's step with torch.optim.Muon's, and with its lower bound."""
     shapes, rounds = matrices(bench.model), max(1, min(bench.rounds, 5))
     faster = torch.float32 if faster_dtype(torch.device("cpu")) == "float32" else torch.bfloat16
     theirs = torch.optim.Muon(workload.make(shapes, torch.bfloat16, bench.seed), lr=1e-3).step

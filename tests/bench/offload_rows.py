@@ -1,4 +1,4 @@
-"""What offload and onload are measured on, and the plain copy that they are measured against."""
+"""The contenders of the row `offload`: offload and onload of a model, and a plain copy of as many bytes."""
 
 import time
 from collections.abc import Callable
@@ -11,11 +11,12 @@ from bench.optimizer_configs import CONFIGURATIONS
 from bench.workload import Shapes
 from torch_ext.offloading.offload import offload, onload
 
-_PIECE = 1 << 30  # bytes that the plain copy holds twice, beside all that is measured
+_PIECE = 1 << 30  # bytes of each of the plain copy's two memories, at most
 
 
 class Trip:
-    """Weights and states of "bf16", there and back. Gradients would only be dropped: they are left alone."""
+    """Moves weights and states of the configuration "bf16" to the host and back. Gradients stay where they are: offload
+    would only drop them."""
 
     def __init__(self, shapes: Shapes, seed: int) -> None:
         training = optimizer_configs.ours(CONFIGURATIONS["bf16"], shapes, seed)
@@ -24,7 +25,7 @@ class Trip:
         moved = [t for t in training.tensors() if t not in {p.grad for p in training.params} and t.dim()]
         self.nbytes = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in moved}.values())
         self.down: list[float] = []
-        """Seconds of each offload."""
+        """Seconds of each offload, without the onload."""
 
     def there_and_back(self) -> None:
         begin = time.perf_counter()
@@ -34,9 +35,10 @@ class Trip:
 
 
 def plain_copy(nbytes: int, fresh: bool) -> Callable[[], None]:
-    """So many bytes to other memory and back, by Tensor.copy_, in pieces. Where there is no accelerator, memory that is
-    allocated has to be given pages first. fresh: the source is dropped after the first copy and allocated again for the
-    second, as it has to be where its memory is wanted for something else; else both memories stay."""
+    """Returns a function that copies so many bytes to other memory and back, by Tensor.copy_, in pieces. fresh: the
+    source is freed after the first copy and allocated again for the second, as offload does to make its memory
+    available. Without an accelerator the time then includes the page faults of the new memory. Otherwise both memories
+    are kept."""
     piece = min(nbytes, _PIECE)
     source, host = torch.ones(piece, dtype=torch.uint8), torch.zeros(piece, dtype=torch.uint8)
     sizes = [piece] * (nbytes // piece) + [nbytes % piece] * (nbytes % piece > 0)

@@ -1,4 +1,5 @@
-"""How many bytes it takes to publish weights: of a byte-level GPT in training, beside the entropy of what changed."""
+"""The row `payload`: how many bytes it takes to publish the weights of a byte-level GPT in training, compared with the
+entropy of the changes."""
 
 import copy
 import math
@@ -14,18 +15,20 @@ from bench.publish_rows import one_thread
 from bench.row import Bench
 from bench.timing import spread
 
-_STEPS = (1, 4, 16)  # since the version before
+_STEPS = (1, 4, 16)  # steps from one published version to the next
 _BARS = {1: Bar(1.15, 0.90, True), 4: Bar(1.35, 1.20, True), 16: Bar(1.35, 1.20, True)}
 _EXACT = {16: Bar(1.10, 1.05, True)}
 _POSITIONS = {1e-6: Bar(4, 5), 1e-5: Bar(5.5, 7)}
 _DENSE = Bar(0.70, 0.67, True)
 
-_POSITION_AND_VALUE = 48  # bits
-_BLOCK = 8192  # of which positions are drawn together
-_LARGE = 1_000_000  # parameters, from which on the figures are claims
+_POSITION_AND_VALUE = 48  # bits of a change as a 32-bit position and a bf16 value
+_BLOCK = 8192  # weights per block of the entropy: each block has its own probability of a change
+_LARGE = 1_000_000  # with so many parameters or more, the large model is measured, whose figures are claims
 
 
 class ByteGPT(nn.Module):
+    """A small GPT over bytes, with tied embeddings."""
+
     def __init__(self, width: int, layers: int, context: int) -> None:
         super().__init__()
         self.context = context
@@ -38,7 +41,7 @@ class ByteGPT(nn.Module):
                 nn.init.normal_(p, std=0.02)
 
     def forward(self, text: Tensor) -> Tensor:
-        """text: int64 [batch, context + 1]. Nats per byte."""
+        """Returns the loss in nats per byte. text: int64 [batch, context + 1]."""
         x = self.bytes(text[:, :-1]) + self.places.weight
         mask = nn.Transformer.generate_square_subsequent_mask(self.context, dtype=x.dtype)
         logits = self.layers(x, mask, is_causal=True) @ self.bytes.weight.t()
@@ -46,7 +49,7 @@ class ByteGPT(nn.Module):
 
 
 class Training:
-    """In bf16 with fp32 masters, on what help() knows of Python."""
+    """Trains a model in bf16 with fp32 master weights, on the texts of Python's help()."""
 
     def __init__(self, model: ByteGPT, lr: float, seed: int) -> None:
         self.model = model
@@ -63,7 +66,7 @@ class Training:
         self.optimizer.zero_grad()
 
     def at(self, lr: float, seed: int) -> "Training":
-        """A copy of it, with another learning rate from now on."""
+        """Returns a copy of this training that continues with another learning rate."""
         other = Training(copy.deepcopy(self.model), lr, seed)
         other.optimizer.load_state_dict(self.optimizer.state_dict())
         for group in other.optimizer.param_groups:
@@ -75,13 +78,14 @@ class Training:
 
 
 def ordered(weights: Tensor) -> Tensor:
-    """Integers of which neighbouring bf16 differ by 1."""
+    """Maps bf16 weights to integers such that neighbouring bf16 numbers differ by 1."""
     bits = weights.view(torch.int16).int()
     return torch.where(bits < 0, -(bits & 0x7FFF) - 1, bits)
 
 
 def entropy(before: list[Tensor], after: list[Tensor]) -> tuple[float, int]:
-    """Bits of positions, block by block, and of distances in steps of the dtype; weights that changed."""
+    """Returns the entropy of the changes in bits, and the number of changed weights. The entropy is that of the changed
+    positions, block by block, plus that of the distances, counted in neighbouring bf16 numbers."""
     bits, distances = 0.0, []
     for old, new in zip(before, after, strict=True):
         distance = ordered(new) - ordered(old)
@@ -95,10 +99,10 @@ def entropy(before: list[Tensor], after: list[Tensor]) -> tuple[float, int]:
 
 
 def payload(bench: Bench) -> None:
-    """Deltas after 1, 4 and 16 steps beside the entropy of what they say, and beside 48 bits for each change."""
+    """Compares deltas after 1, 4 and 16 steps with the entropy of the changes, and with 48 bits for each change."""
     large = bench.params >= _LARGE
     model = ByteGPT(256, 4, 128) if large else ByteGPT(32, 1, 16)
-    with one_thread():  # the figures are of bits, and the model is small
+    with one_thread():  # nothing is timed, and the model is small
         begun = Training(model.bfloat16(), 3e-4, bench.seed)
         for _ in range(100 if large else 2):
             begun.step()
@@ -108,6 +112,7 @@ def payload(bench: Bench) -> None:
 
 
 def _deltas(bench: Bench, training: Training, lr: float, exact: bool) -> None:
+    """Measures the sizes of deltas at one learning rate. exact: the publisher's option."""
     training.step()
     publisher = torch_ext.WeightPublisher(training.model, training.optimizer, exact=exact)
     numel = sum(p.numel() for p in training.model.parameters())

@@ -1,5 +1,5 @@
-"""What other people step with: torch's fused AdamW, the recipes around it, and DeepSpeed's CPUAdam where it is
-there."""
+"""The peers that the step is compared with: torch's fused AdamW, mixed-precision recipes around it, and DeepSpeed's
+CPUAdam if it is installed."""
 
 import contextlib
 import importlib
@@ -27,14 +27,15 @@ class Unavailable(Exception):
 
 
 def torch_fused(shapes: Shapes, dtype: torch.dtype, seed: int, device: str = "cpu") -> Training:
-    """torch.optim.AdamW(fused=True) on parameters, gradients and states of one dtype."""
+    """Returns torch.optim.AdamW(fused=True) on parameters, gradients and states of one dtype."""
     return Training(
         torch.optim.AdamW(workload.make(shapes, dtype, seed, device), lr=LR, weight_decay=DECAY, fused=True)
     )
 
 
 def torch_fused_bf16_states(shapes: Shapes, seed: int, device: str) -> Training:
-    """The same on fp32 parameters and gradients with states in bf16, which some torches step on a GPU."""
+    """Returns torch.optim.AdamW(fused=True) on fp32 parameters and gradients with bf16 states, which some versions of
+    torch can step on a GPU."""
     peer = torch_fused(shapes, torch.float32, seed, device)
     for p in peer.params:
         state = peer.optimizer.state[p]
@@ -45,7 +46,8 @@ def torch_fused_bf16_states(shapes: Shapes, seed: int, device: str) -> Training:
 
 
 class MixedRecipe(Training):
-    """bf16 model, fp32 masters that torch's fused AdamW steps: gradients cast up, weights copied back."""
+    """A bf16 model with fp32 master weights that torch's fused AdamW steps: gradients are cast up, weights copied
+    back."""
 
     def __init__(self, shapes: Shapes, seed: int, device: str = "cpu") -> None:
         params = workload.make(shapes, torch.bfloat16, seed, device)
@@ -75,6 +77,7 @@ def _one_pass(
     step_size: Tensor,
     root: Tensor,
 ) -> None:
+    """Steps all tensors by AdamW's formula. step_size: lr / (1 - beta1^t); root: sqrt(1 - beta2^t)."""
     for p, grad, exp_avg, exp_avg_sq, master in zip(params, grads, exp_avgs, exp_avg_sqs, masters, strict=True):
         g = grad.float()
         m = exp_avg.float().lerp(g, 1 - BETA1)
@@ -87,8 +90,8 @@ def _one_pass(
 
 
 class Compiled:
-    """The mixed recipe written in one pass under torch.compile: bf16 p, g, m, v and an fp32 master per tensor, every
-    update in one compiled function. The bias corrections are tensors, so that no step compiles again."""
+    """The mixed recipe in one pass under torch.compile: bf16 p, g, m, v and an fp32 master per tensor, all updated by
+    one compiled function. The bias corrections are tensors, so that no later step compiles again."""
 
     def __init__(self, shapes: Shapes, seed: int) -> None:
         params = workload.make(shapes, torch.bfloat16, seed)
@@ -105,7 +108,7 @@ class Compiled:
         self.compiled = torch.compile(_one_pass, dynamic=False, fullgraph=True)
         try:
             self.step()
-        except Exception as failure:  # no C++ compiler, most often: torch has many classes for it
+        except Exception as failure:  # most often no C++ compiler, for which torch has many exception classes
             raise Unavailable(f"torch.compile failed: {_first_line(failure)}") from None
 
     @torch.no_grad()
@@ -120,10 +123,10 @@ class Compiled:
 
 
 def deepspeed(shapes: Shapes, seed: int) -> Training:
-    """DeepSpeed's CPUAdam on bf16 parameters and gradients with fp32 states and no master.
+    """Returns DeepSpeed's CPUAdam on bf16 parameters and gradients with fp32 states and no master weights.
 
-    Raises Unavailable where it is not installed, or where its operator, which it compiles at the first use (minutes),
-    cannot be built.
+    Raises Unavailable if it is not installed or if its operator cannot be built. It compiles the operator at the first
+    use, which takes minutes.
     """
     if importlib.util.find_spec("deepspeed") is None:
         raise Unavailable("deepspeed is not installed (pip install deepspeed)")
@@ -139,7 +142,8 @@ def deepspeed(shapes: Shapes, seed: int) -> Training:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """DeepSpeed talks while it loads and builds. Its build calls ninja, which pip puts beside the interpreter."""
+    """Suppresses what DeepSpeed prints while it loads and builds. Adds the interpreter's folder to PATH: its build
+    calls ninja, which pip installs there."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     path = os.environ.get("PATH", "")
     os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), path])

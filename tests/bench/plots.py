@@ -1,4 +1,4 @@
-"""The benchmark's picture: bytes against time. Needs matplotlib."""
+"""Draws the benchmark's picture: memory against time. Needs matplotlib."""
 
 import importlib.util
 from pathlib import Path
@@ -8,13 +8,13 @@ from bench.figures import Point
 
 
 def require_matplotlib() -> None:
-    """Ends the command, saying what to do, where pictures cannot be drawn."""
+    """Raises SystemExit with an instruction if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise SystemExit("torch_ext: --pictures needs matplotlib, which is not installed: pip install matplotlib")
 
 
 def bytes_against_time(points: list[Point], facts: dict[str, Any], folder: Path) -> Path:
-    """Draws resident bytes against the time of a step, per parameter, into a file of the folder, and returns it."""
+    """Draws resident bytes against the time of a step, both per parameter. Returns the file, which is in `folder`."""
     import matplotlib
 
     matplotlib.use("Agg")  # a file, no display
@@ -25,7 +25,7 @@ def bytes_against_time(points: list[Point], facts: dict[str, Any], folder: Path)
         x, y = point.bytes_per_parameter, point.ns_per_parameter
         name = f"ours ({point.who})" if point.ours else point.who
         axes.plot(x, y, "o" if point.ours else "s", color="tab:blue" if point.ours else "tab:gray")
-        # a peer may be close to ours: theirs above, ours below
+        # A peer's point may be close to one of ours, so a peer's label is above its point and ours below.
         place, side = ((0, -13), "top") if point.ours else ((0, 6), "bottom")
         text = f"{name}\n{y:.2f} ns"
         axes.annotate(text, (x, y), xytext=place, textcoords="offset points", ha="center", va=side, fontsize=8)

@@ -1,4 +1,5 @@
-"""What it costs to publish weights: the step that notes what it changes, and deltas made and applied."""
+"""The benchmark's rows about the cost of publishing weights: steps that record their changes, and deltas that are
+encoded and applied."""
 
 import contextlib
 import statistics
@@ -23,7 +24,7 @@ _LR = 1e-6
 
 
 class _Model(torch.nn.Module):
-    """The parameters that an optimizer steps, and nothing else."""
+    """A module with the parameters that an optimizer steps, and nothing else."""
 
     def __init__(self, training: Training) -> None:
         super().__init__()
@@ -33,7 +34,7 @@ class _Model(torch.nn.Module):
 
 
 def publisher(bench: Bench) -> None:
-    """A step of two optimizers, of which one has a publisher."""
+    """Compares the steps of two optimizers; one of them has a publisher."""
     for name in ("bf16", "bf16_remainder", "8bit"):
         alone, noting = (optimizer_configs.ours(CONFIGURATIONS[name], bench.flat, bench.seed) for _ in range(2))
         kept = WeightPublisher(_Model(noting), noting.optimizer)
@@ -53,17 +54,17 @@ def one_thread() -> Iterator[None]:
 
 
 def deltas(bench: Bench) -> None:
-    """One step at 1e-6, published and applied, on one thread, whose processor time is taken: others' does not count.
+    """Times publishing and applying a step with lr 1e-6, in processor time of one thread.
 
-    encode and apply: tx_delta_encode and tx_delta_apply, without what one read of all weights takes, which is measured
-    beside them: both need the weights, for their checksums, and as what positions depend on. publish: all of publish(),
-    which compares the weights with their masters, too: what somebody else wrote to them travels."""
+    encode and apply: the time of tx_delta_encode and tx_delta_apply, less the time of one read of all weights, which is
+    printed too. Both have to read the weights, for their checksums and to find the positions. publish: all of
+    publish(). It also compares the weights with their master weights, so that external writes are published as well."""
     with one_thread():
         _deltas(bench)
 
 
 class _Stopwatch:
-    """Seconds of the library's calls for deltas, by their names."""
+    """Records the seconds of the library's calls for deltas, by name."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -93,7 +94,7 @@ def _deltas(bench: Bench) -> None:
     source = WeightPublisher(model, training.optimizer)
     subscriber = WeightSubscriber({name: p.detach().clone() for name, p in model.named_parameters()})
     rounds = [_publish_once(model, training.step, source, subscriber) for _ in range(bench.rounds + 1)]
-    del rounds[0]  # it touches memory
+    del rounds[0]  # slower: it touches memory for the first time
     median = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
     beside = {"changed": median["changed"] / bench.params, "bits": 8 * median["bytes"] / bench.params}
     for what, bar in (("encode", _ENCODE), ("apply", _APPLY)):
@@ -108,7 +109,8 @@ def _deltas(bench: Bench) -> None:
 
 
 def _of_many(bench: Bench) -> timing.Spread:
-    """Microseconds for each of many small parameters, which is what one costs however small it is."""
+    """Returns the microseconds of publish() per parameter, with many small ones: the cost of a parameter that does not
+    depend on its size."""
     training = optimizer_configs.ours(CONFIGURATIONS["bf16"], [(64,)] * 1000, bench.seed)
     source = WeightPublisher(_Model(training), training.optimizer)
     found = []
@@ -117,13 +119,14 @@ def _of_many(bench: Bench) -> timing.Spread:
         begin = time.thread_time()
         source.publish()
         found.append(1e6 * (time.thread_time() - begin) / 1000)
-    return timing.spread(found[1:])  # the first one looks where everything is
+    return timing.spread(found[1:])  # the first publish() also looks up where all tensors are
 
 
 def _publish_once(
     model: torch.nn.Module, step: Callable[[], object], source: WeightPublisher, subscriber: WeightSubscriber
 ) -> dict[str, float]:
-    """Seconds of a version, the weights that it changes, and its bytes."""
+    """Steps, publishes a version and applies it. Returns the seconds of each part, the number of changed weights and
+    the bytes of the delta."""
     before = [p.detach().clone() for p in model.parameters()]
     step()
     watch = _Stopwatch()

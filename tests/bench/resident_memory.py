@@ -1,4 +1,4 @@
-"""Resident bytes of configurations, measured in a process of its own: python -m bench.resident_memory."""
+"""Measures the resident bytes of configurations, in a process of its own: python -m bench.resident_memory."""
 
 import ctypes
 import gc
@@ -16,15 +16,14 @@ from bench.workload import Shapes
 
 
 class Memory(NamedTuple):
-    """Bytes per parameter."""
+    """The memory of a configuration in bytes per parameter."""
 
     storage: float  # unique storages of parameters, gradients and state
-    peak_rss: float  # the most that was resident while they were made and stepped, less what was there before
+    peak_rss: float  # the peak while they are created and stepped, less what was resident before
 
 
 def measure(configurations: list[str], shapes: Shapes, seed: int, threads: int) -> dict[str, Memory]:
-    """In a fresh process, where nothing that was ever allocated for something else counts. Raises RuntimeError where it
-    fails."""
+    """Measures in a new process, so that earlier allocations do not count. Raises RuntimeError if it fails."""
     question = json.dumps([configurations, shapes, seed, threads])
     command = [sys.executable, "-m", "bench.resident_memory"]
     run = subprocess.run(command, input=question, capture_output=True, text=True, env=environment())
@@ -34,7 +33,7 @@ def measure(configurations: list[str], shapes: Shapes, seed: int, threads: int) 
 
 
 def environment() -> dict[str, str]:
-    """Of a process that imports this `bench` and this `torch_ext`."""
+    """Returns the environment of a process that imports this `bench` and this `torch_ext`."""
     tests = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     folders = [os.path.dirname(tests), tests, os.environ.get("PYTHONPATH")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
@@ -42,15 +41,15 @@ def environment() -> dict[str, str]:
 
 def _answer(configurations: list[str], shapes: Shapes, seed: int, threads: int) -> dict[str, Memory]:
     torch.set_num_threads(threads)
-    for name in configurations:  # starts threads, loads code
+    for name in configurations:  # small runs first, which start threads and load code
         measure_here(name, [(1 << 16,)], seed)
     return {name: measure_here(name, shapes, seed) for name in configurations}
 
 
 def measure_here(name: str, shapes: Shapes, seed: int) -> Memory:
-    """In this process; memory that is freed while it is measured makes the peak too small."""
+    """Measures in this process. The peak is too small if earlier memory is freed meanwhile."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what earlier runs left in the heap counts neither before nor after
+    ctypes.CDLL(None).malloc_trim(0)  # returns the heap's free memory to the system, so that it is not counted
     reset_peak()
     before = status("VmRSS")
     training = optimizer_configs.ours(CONFIGURATIONS[name], shapes, seed)
@@ -61,13 +60,13 @@ def measure_here(name: str, shapes: Shapes, seed: int) -> Memory:
 
 
 def reset_peak() -> None:
-    """VmHWM is the most that is resident from now on."""
+    """Resets VmHWM, the peak resident memory, to what is resident now."""
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
 
 
 def status(key: str) -> int:
-    """A line of /proc/self/status, in bytes."""
+    """Returns the value of a line of /proc/self/status, in bytes."""
     with open("/proc/self/status") as file:
         (line,) = (line for line in file if line.startswith(key + ":"))
     return int(line.split()[1]) * 1024

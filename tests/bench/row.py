@@ -1,4 +1,4 @@
-"""What a row of the benchmark measures on, and where it puts what it found."""
+"""The argument of every row of the benchmark: the settings to measure with, and where its figures go."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from bench.workload import Shapes
 
 @dataclass(frozen=True)
 class Bench:
-    """What is measured on. Everything is made for its row and dropped after it."""
+    """The settings of a run and its findings. Each row creates its own tensors and drops them at its end."""
 
     params: int  # of one flat tensor
     model: Shapes  # GPT-2 small, or something of its form

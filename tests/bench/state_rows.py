@@ -1,5 +1,5 @@
-"""The rows of the benchmark about states and masters between steps, or elsewhere: on the host, away, written by others,
-saved and loaded."""
+"""The benchmark's rows about optimizer states and master weights: offloaded, stepped on the host, out of date after an
+external write, saved and loaded."""
 
 import statistics
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from bench.optimizer_configs import CONFIGURATIONS
 from bench.row import Bench
 from bench.timing import Spread
 
-# -- offload: weights and states to the host and back, against a plain copy of as many bytes ---------------------------
+# -- offload: moving weights and states to the host and back, against a plain copy of as many bytes --------------------
 
 
 def offload(bench: Bench) -> None:
@@ -36,7 +36,7 @@ def offload(bench: Bench) -> None:
         del trip, contenders
 
 
-# -- external: noticing what others write to weights beside masters ----------------------------------------------------
+# -- external: detecting writes to weights that have a master weight ---------------------------------------------------
 
 _NOTICING = {"bf16": Bar(1.04, 1.01, True), "bf16_remainder": Bar(1.06, 1.02, True), "8bit": Bar(1.06, 1.02, True)}
 
@@ -57,8 +57,7 @@ def external(bench: Bench) -> None:
         bench.add("external", f"{name}: one read / resync_masters()", value, Bar(0.8, 0.95))
 
 
-# -- checkpoint: the most that is resident while an optimizer's state is saved and loaded, over the state itself
-# ---------
+# -- checkpoint: peak memory while an optimizer's state is saved and loaded, relative to the state itself --------------
 
 
 def checkpoint(bench: Bench) -> None:
@@ -77,7 +76,7 @@ def checkpoint(bench: Bench) -> None:
             bench.add("checkpoint", name_of_it, Spread(*[value] * 3), Bar(1.1, 1.02, True), beside)
 
 
-# -- host: the part of the optimizer that is stepped on the host, all of it, with the host in the device's place ------
+# -- host: stepping all of the optimizer on the host (offload_fraction=1); here the device is the host as well ---------
 
 _HOST_BAR = Bar(0.80, 0.92)
 

@@ -1,4 +1,5 @@
-"""python tests/bench: the step against the memory and against its peers, every figure a ratio of one run."""
+"""python tests/bench: compares the optimizer's step with the machine's memory bandwidth and with its peers. Every
+figure is a ratio within one run."""
 
 import argparse
 import gc
@@ -44,7 +45,7 @@ def positive(text: str) -> int:
 
 
 def new_file(text: str) -> Path:
-    """Looked at before minutes of measuring, not after them."""
+    """Returns the path of an output file. Checks its folder now, before minutes of measuring."""
     path = Path(text)
     if not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is in a folder that does not exist; make it first")
@@ -57,7 +58,7 @@ def _folder(text: str) -> Path:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the figures as they come; the exit status does not depend on them."""
+    """Measures the rows and prints their figures as they come. The exit status does not depend on the figures."""
     if options.device == "cuda":
         return cuda_rows.run(options)
     torch.set_num_threads(options.threads)
@@ -80,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
     settings = {"params": bench.params, "rounds": bench.rounds, **{key: getattr(options, key) for key in keys}}
     for row in options.rows:
         _run_row(bench, row)
-        if options.json:  # after each of them: what took minutes is kept where a later row fails
+        if options.json:  # after each row, so that minutes of measuring are kept if a later row fails
             options.json.write_text(json.dumps(bench_report.as_json(facts, settings, findings), indent=1) + "\n")
     print(bench_report.closing(findings))
     if options.pictures:
@@ -89,9 +90,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_row(bench: Bench, row: str) -> None:
+    """Measures one row and prints its figures and skips."""
     print(f"-- {row}")
     findings = bench.findings
     figures, skips = len(findings.figures), len(findings.skips)
     ROWS[row](bench)
-    gc.collect()  # the row's tensors: optimizers are in cycles
+    gc.collect()  # frees the row's tensors: optimizers are part of reference cycles
     print(bench_report.lines(findings.figures[figures:], findings.skips[skips:]), flush=True)

@@ -1,5 +1,5 @@
-"""The rows of the benchmark about steps, and the table of all: what runs against what in one interleaved run, and what
-is asked of the ratios."""
+"""The benchmark's rows about steps, and ROWS, the table of all rows. A row times its contenders in one interleaved run
+and adds the ratios as figures with their targets."""
 
 import statistics
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from bench import (
     workload,
 )
 from bench import peers as bench_peers
-from bench.background_load import Beside
+from bench.background_load import BackgroundLoad
 from bench.figures import Bar, Point
 from bench.l1 import InCache
 from bench.optimizer_configs import CONFIGURATIONS, Configuration, Stepper
@@ -31,29 +31,30 @@ from bench.timing import Spread
 from bench.workload import Shapes
 from torch_ext.native import direct_call
 
-# -- wall: the share of the bound, which is the memory or, where that is slower, the kernel in the first-level cache, on
-# as many threads at once ----------------------------------------------------------------------------------------------
+# -- wall: the step's share of the bound. The bound is the time of memory traffic alone or, if that is longer, of the
+# kernel in the first-level cache on as many threads at once -----------------------------------------------------------
 
 _WALL_BARS = {"avx2": Bar(0.80, 0.92), "avx512": Bar(0.85, 0.95), "avx512bf16": Bar(0.85, 0.95)}
 ISAS = tuple(_WALL_BARS)
-# Of "8bit" with AVX-512 on two threads, in ns per parameter: asked of it where it is the kernel that bounds, not the
-# memory.
-_C_NS, _C_NS_THREADS, _C_NS_ISAS = Bar(0.45, 0.33, lower_is_better=True), 2, ("avx512", "avx512bf16")
+# The target of "8bit" with AVX-512 on two threads, in ns per parameter. It applies only if the step is bound by the
+# kernel, not by the memory.
+_NS_8BIT, _NS_8BIT_THREADS, _NS_8BIT_ISAS = Bar(0.45, 0.33, lower_is_better=True), 2, ("avx512", "avx512bf16")
 
 
 def wall(bench: Bench) -> None:
+    """Adds the share of the bound for each configuration and instruction set."""
     present = [isa for isa in bench.isas if optimizer_configs.has_isa(isa)]
     for isa in bench.isas:
         if isa not in present:
             bench.skip("wall", isa, "this processor does not have it, or the library was not built for it")
     if not present:
         return
-    with optimizer_configs.default_isa(), Beside(bench.threads - 1, bench.seed) as beside:
+    with optimizer_configs.default_isa(), BackgroundLoad(bench.threads - 1, bench.seed) as beside:
         for configuration in CONFIGURATIONS.values():
             _wall_of(bench, configuration, present, beside)
 
 
-def _wall_of(bench: Bench, configuration: Configuration, isas: list[str], beside: Beside) -> None:
+def _wall_of(bench: Bench, configuration: Configuration, isas: list[str], beside: BackgroundLoad) -> None:
     training = optimizer_configs.ours(configuration, bench.flat, bench.seed)
     cached = {isa: InCache(configuration, bench.seed, partial(beside.running, configuration.name, isa)) for isa in isas}
 
@@ -87,12 +88,12 @@ def _wall_of(bench: Bench, configuration: Configuration, isas: list[str], beside
             "of the wall": of_wall,
         }
         bench.add("wall", f"{configuration.name}, {isa}: share of the bound", of_bound, _WALL_BARS.get(isa), beside_it)
-        if configuration.name == "8bit" and isa in _C_NS_ISAS:
-            bar = _C_NS if bench.threads == _C_NS_THREADS and l1_ns > wall_ns else None
+        if configuration.name == "8bit" and isa in _NS_8BIT_ISAS:
+            bar = _NS_8BIT if bench.threads == _NS_8BIT_THREADS and l1_ns > wall_ns else None
             bench.add("wall", f"8bit, {isa}: ns per parameter", timing.spread(ours), bar)
 
 
-# -- gpt2: many tensors against one ------------------------------------------------------------------------------------
+# -- gpt2: many tensors against one tensor of their size ---------------------------------------------------------------
 
 
 def gpt2(bench: Bench) -> None:
@@ -110,13 +111,15 @@ def _gpt2_of(bench: Bench, configuration: Configuration) -> None:
     bench.add("gpt2", what, timing.ratio(times, "flat", "model"), Bar(0.95, 0.99), {"ns": ns})
 
 
-# -- peers: whoever else steps a flat tensor ---------------------------------------------------------------------------
+# -- peers: the steps of other optimizers on a flat tensor -------------------------------------------------------------
 
 
 class Peer(NamedTuple):
+    """A peer, and the configuration of ours that does the same."""
+
     what: str
     make: Callable[..., Stepper]  # from shapes and a seed
-    ours: str  # the configuration that it stands beside
+    ours: str  # the configuration of ours that it is compared with
     bar: Bar
 
 
@@ -157,10 +160,12 @@ def peers(bench: Bench) -> None:
 # -- small: a thousand small tensors -----------------------------------------------------------------------------------
 
 _SMALL: Shapes = [(64,)] * 1000
-_SMALL_STEPS = 10  # in one timing, which would be short of a millisecond otherwise
+_SMALL_STEPS = 10  # steps per timing: one step takes less than a millisecond
 
 
 def _several(step: Callable[[], None]) -> Callable[[], None]:
+    """Returns a function that makes _SMALL_STEPS steps."""
+
     def steps() -> None:
         for _ in range(_SMALL_STEPS):
             step()
@@ -182,12 +187,13 @@ def small(bench: Bench) -> None:
 
 
 def _host_time(bench: Bench, name: str) -> None:
-    """GPT-2's tensors with so few elements that a step is all but the arithmetic."""
+    """Times GPT-2's 148 tensors with so few elements that a step is everything but arithmetic."""
     shapes = workload.gpt2(2, 3, 2)
     own = optimizer_configs.ours(CONFIGURATIONS[name], shapes, bench.seed)
     theirs = bench_peers.torch_fused(shapes, seed=bench.seed, dtype=torch.float32)
 
     def dispatched() -> None:
+        """Steps through torch's dispatcher, as torch_ext does where it cannot call the library directly."""
         run, direct_call.run = direct_call.run, lambda *_: False
         try:
             own.step()
@@ -243,7 +249,7 @@ def memory(bench: Bench) -> None:
         bench.skip("memory", "resident bytes per parameter", failure)
         return
     for name, bar in _MEMORY_BARS.items():
-        storage = round(found[name].storage, 2)  # as it is asked for: the step's 4 bytes per tensor are no matter
+        storage = round(found[name].storage, 2)  # as the targets are; the step count's 4 bytes per tensor do not show
         beside = {"peak RSS": found[name].peak_rss}
         bench.add("memory", f"{name}: resident bytes per parameter", Spread(*[storage] * 3), bar, beside)
 

@@ -1,5 +1,5 @@
-"""python tests/bench, in small: every row is there, the figures are what the times say, and peers do the
-work."""
+"""Tests python tests/bench with small sizes: every row has its figures, the figures follow from the times, and peers
+compute the same step."""
 
 import contextlib
 import io
@@ -20,7 +20,7 @@ import torch
 
 from bench import __main__ as command
 from bench import busy_core, optimizer_configs, peers, plots, resident_memory, step_rows, timing, variant_rows, workload
-from bench.background_load import Beside
+from bench.background_load import BackgroundLoad
 from bench.figures import Bar, Findings
 from bench.l1 import InCache
 from bench.optimizer_configs import CONFIGURATIONS
@@ -30,13 +30,16 @@ from torch_ext.cli import info
 
 
 class Ran(NamedTuple):
-    text: str
-    found: dict[str, Any]
+    """The results of one run of the benchmark."""
+
+    text: str  # what it printed
+    found: dict[str, Any]  # its JSON file
     picture: pathlib.Path
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """Runs the benchmark once, with --quick."""
     folder = tmp_path_factory.mktemp("bench")
     output = io.StringIO()
     arguments = ["--quick", "--threads", "1", "--seed", "3", "--json", str(folder / "bench.json")]
@@ -47,7 +50,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 
 def test_every_row_has_its_figures(ran: Ran) -> None:
-    """A figure, or a skip that says why."""
+    """Every row has a figure, or a skip with its reason."""
     there = [f["what"] for f in ran.found["figures"]] + [s["what"] for s in ran.found["skips"]]
     assert {f["row"] for f in ran.found["figures"]} == set(ROWS)
     present = [isa for isa in ISAS if optimizer_configs.has_isa(isa)]
@@ -71,7 +74,7 @@ def test_figures_are_finite_and_between_their_extremes(ran: Ran) -> None:
         numbers = [figure["least"], figure["median"], figure["most"], *figure["beside"].values()]
         assert all(map(math.isfinite, numbers)), figure
         assert figure["least"] <= figure["median"] <= figure["most"], figure
-        # A difference of two times may be below zero where something else runs meanwhile.
+        # A difference of two times may be below zero if the machine is busy.
         assert figure["least"] > 0 or "without a read of the weights" in figure["what"], figure
 
 
@@ -155,7 +158,7 @@ def test_contenders_take_turns() -> None:
 
 
 def test_ratios_are_taken_round_by_round() -> None:
-    """A machine that becomes ten times slower in the middle changes no ratio."""
+    """A machine that becomes ten times slower during the run does not change the ratios."""
     times = {"theirs": [2.0, 20.0, 30.0], "ours": [1.0, 10.0, 10.0]}
     assert timing.ratio(times, "theirs", "ours") == (2.0, 2.0, 3.0)
     assert timing.worst({"x": [1.0, 2.0, 8.0]}, "x") == (4.0, 0.5, 4.0)
@@ -182,26 +185,26 @@ def test_the_isa_is_given_back() -> None:
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_the_kernel_in_cache_is_the_step(name: str) -> None:
-    """What is timed through the C interface leaves the bits of the same number of steps of the optimizer."""
+    """The steps that are timed through the C interface leave the same bits as that many steps of the optimizer."""
     cached = InCache(CONFIGURATIONS[name], seed=0)
     own = optimizer_configs.ours(CONFIGURATIONS[name], [(256,)], seed=0)
     cached.step()
-    for _ in range(2001):  # one made the state
+    for _ in range(2001):  # one step more, which InCache makes to create the state
         own.step()
     for a, b in zip(cached.trainings[0].tensors(), own.tensors(), strict=True):
-        # Beside fp32 masters checksums of the weights are left out of a call in cache.
+        # With fp32 masters, InCache's calls leave out the checksums of the weights.
         assert torch.equal(a, b) or (a.dtype == torch.int64 and name == "bf16")
     assert len(cached.found) == 1 and all(map(math.isfinite, cached.found[0]))
 
 
 def ticks(pid: int) -> int:
-    """That a process ran for."""
+    """Returns how many clock ticks a process has run for."""
     return sum(map(int, pathlib.Path(f"/proc/{pid}/stat").read_text().split()[13:15]))
 
 
 def test_the_kernel_in_cache_is_timed_while_others_run_it() -> None:
-    """Processes that end are said, not waited for."""
-    with Beside(2, seed=0) as beside:
+    """The background processes run only when asked to. If one of them has ended, that is an error and nothing waits."""
+    with BackgroundLoad(2, seed=0) as beside:
         cached = InCache(CONFIGURATIONS["8bit"], 0, partial(beside.running, "8bit", "base"))
         for _ in range(2):
             cached.step()
@@ -233,11 +236,12 @@ def test_gradients_are_normal_and_of_several_magnitudes(dtype: torch.dtype) -> N
 
 
 def test_peers_take_the_step_that_ours_takes() -> None:
-    """From one seed: after 20 steps masters agree to a fiftieth of how far they moved (the moments are bf16)."""
+    """After 20 steps from one seed, master weights agree to a fiftieth of the distance that they moved. They are not
+    equal, since our moments are bf16."""
     shapes = [(1000,), (7, 9)]
     start = [p.detach().float() for p in workload.make(shapes, torch.bfloat16, 5)]
     own = optimizer_configs.ours(CONFIGURATIONS["bf16"], shapes, 5)
-    mixed, compiled = peers.MixedRecipe(shapes, 5), peers.Compiled(shapes, 5)  # which has made one step
+    mixed, compiled = peers.MixedRecipe(shapes, 5), peers.Compiled(shapes, 5)  # Compiled() makes one step
     for _ in range(19):
         compiled.step()
     for _ in range(20):
@@ -264,7 +268,7 @@ def test_a_peer_that_is_not_there_is_a_named_skip(monkeypatch: pytest.MonkeyPatc
 
 
 def test_memory_counts_what_is_resident() -> None:
-    """With enough parameters the process's peak is the storages and little more."""
+    """With enough parameters the peak of the process is the storages and little more."""
     params = 8_000_000
     found = resident_memory.measure_here("8bit", [(params,)], seed=0)
     assert found.storage == pytest.approx(8 + 2 / 128 + 8 / 1024, abs=1e-4)
@@ -272,6 +276,7 @@ def test_memory_counts_what_is_resident() -> None:
 
 
 def gone(pid: int) -> bool:
+    """Whether a process ends within five seconds."""
     for _ in range(100):
         try:
             os.kill(pid, 0)
@@ -294,7 +299,7 @@ def test_the_neighbour_is_busy_on_one_core_and_leaves() -> None:
 def test_the_neighbour_leaves_when_we_are_killed() -> None:
     code = (
         "import os, runpy, signal, sys\n"
-        "with runpy.run_path(sys.argv[1])['busy']() as pid:\n"  # the file alone: importing torch takes seconds
+        "with runpy.run_path(sys.argv[1])['busy']() as pid:\n"  # without its package: importing torch takes seconds
         "    print(pid, flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -343,7 +348,7 @@ def test_quality_has_its_own_options(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_variants_are_compared_in_processes_of_their_own(tmp_path: pathlib.Path) -> None:
-    """On the CPU, where the CUDA library that each is given plays no part."""
+    """Tested on the CPU, which ignores the CUDA library that each process is given."""
     for name in ("plain", "other"):
         (tmp_path / f"{name}.so").touch()
     findings = Findings()

@@ -1,4 +1,5 @@
-"""python tests/bench accuracy, in small: how errors of sums stand to each other, and how they go with N."""
+"""Tests python tests/bench accuracy with small sizes: the order of the errors of different sums, and how errors grow
+with the number of ranks or micro-batches."""
 
 import json
 import math
@@ -30,7 +31,7 @@ def test_fp32_sums_lose_less_than_bf16_ones(over_ranks: dict[int, Reduced], rank
 
 @pytest.mark.parametrize("figure", ["sent_in_bf16", "sent_in_8_bits"])
 def test_what_the_wire_loses_averages_out(over_ranks: dict[int, Reduced], figure: str) -> None:
-    """Eight times as many ranks: the root of that less, within a quarter."""
+    """With eight times as many ranks the error is smaller by the root of eight, within a quarter."""
     errors = [getattr(over_ranks[ranks], figure) for ranks in RANKS]
     for more, fewer in zip(errors, errors[1:], strict=False):
         assert more / fewer == pytest.approx(math.sqrt(8), rel=0.25)
@@ -41,7 +42,8 @@ def test_a_ring_loses_more_the_more_ranks_there_are(over_ranks: dict[int, Reduce
 
 
 def test_8_bits_are_rounded_differently_on_each_rank() -> None:
-    """Gradients that are the same everywhere: what one rank rounds up another rounds down, but in bf16, to nearest."""
+    """With equal gradients on all ranks, errors of 8 bits average out, since what one rank rounds up another rounds
+    down. Errors of bf16 do not: it is rounded to nearest."""
     few, many = (reduce(ranks, Gradients(elements=1024, seed=3, noise=0.0)) for ranks in (8, 512))
     assert many.sent_in_8_bits < few.sent_in_8_bits / 6
     assert many.sent_in_bf16 == pytest.approx(few.sent_in_bf16, rel=0.01)

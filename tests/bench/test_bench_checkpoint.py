@@ -1,4 +1,5 @@
-"""What saving and loading takes beside the state: no second copy, decoded or not."""
+"""Tests the peak memory of saving and loading: through torch.distributed.checkpoint there is no second copy of the
+state, and through a file only the decoded one."""
 
 from bench import checkpoint_rows, workload
 

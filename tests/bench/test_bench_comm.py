@@ -1,4 +1,5 @@
-"""python tests/bench comm, in small: every row is there, links are as slow as they say, and nothing is left."""
+"""Tests python tests/bench comm with small sizes: every row has its figures, links have the stated speed, and no
+process or namespace is left behind."""
 
 import contextlib
 import io
@@ -31,12 +32,15 @@ BENCH = pathlib.Path(os.path.abspath(__file__)).parent
 
 
 class Ran(NamedTuple):
-    text: str
-    found: dict[str, Any]
+    """The results of one run of the benchmark."""
+
+    text: str  # what it printed
+    found: dict[str, Any]  # its JSON file
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """Runs the benchmark once, with --quick."""
     file = tmp_path_factory.mktemp("bench") / "comm.json"
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
@@ -65,6 +69,7 @@ def test_figures_are_finite_and_printed(ran: Ran) -> None:
 
 
 def figure(ran: Ran, what: str) -> dict[str, Any]:
+    """Returns the only figure whose name begins with `what`."""
     (found,) = (f for f in ran.found["figures"] if f["what"].startswith(what))
     return found
 
@@ -78,7 +83,8 @@ def test_figures_follow_from_the_seconds(ran: Ran) -> None:
 
 
 def test_bytes_are_those_of_the_wire(ran: Ran) -> None:
-    """What the interface counted is the messages and little more; the tiny model has the reports beside them."""
+    """The interface counts the messages and little more. With this tiny model the reports, messages of the exchange
+    that are not gradients, are a visible part."""
     for name in ("no_shard bf16", "no_shard fp8"):
         beside = figure(ran, f"bytes: {name} /")["beside"]
         if LOOPBACK_IS_OURS:
@@ -88,7 +94,7 @@ def test_bytes_are_those_of_the_wire(ran: Ran) -> None:
 
 
 def test_errors_are_as_small_as_asked(ran: Ran) -> None:
-    """Of the errors alone a small run says as much as a large one."""
+    """Errors are as meaningful in a small run as in a large one, unlike times."""
     assert {f["verdict"] for f in ran.found["figures"] if f["row"] == "accuracy"} == {"goal"}
     assert 1e-3 < figure(ran, "accuracy: optim, 16")["beside"]["DDP bf16, 16 micro-batches, error"] < 1e-2
 
@@ -97,7 +103,7 @@ def test_errors_are_as_small_as_asked(ran: Ran) -> None:
 
 
 def possible(link: str) -> str:
-    """Why this network is not possible here, "" where it is."""
+    """Returns why this network is not possible on this machine; "" if it is."""
     try:
         with network(link, 2) as places:
             return "" if places[0].command else "no namespaces"
@@ -111,6 +117,7 @@ needs_links = pytest.mark.skipif(bool(WHY_NO_LINKS), reason=WHY_NO_LINKS)
 
 
 def namespaces(pid: int) -> list[str]:
+    """Returns the network namespaces that a benchmark process has created."""
     if (ip := networks.tool("ip")) is None:
         return []
     listed = subprocess.run([ip, "netns", "list"], capture_output=True, text=True, check=True).stdout
@@ -154,7 +161,7 @@ def test_a_link_is_as_fast_as_it_says() -> None:
             receiver.kill()
             receiver.wait()
         counted = subprocess.run([*other.command, "cat", "/proc/net/dev"], capture_output=True, text=True).stdout
-    assert 0.3e9 < float(run.stdout) < 1.02e9, run.stderr  # a loaded machine may be slower, none is faster
+    assert 0.3e9 < float(run.stdout) < 1.02e9, run.stderr  # may be slower on a busy machine, but not faster
     sent = next(int(line.split()[9]) for line in counted.splitlines() if line.strip().startswith("eth0"))
     assert 40e6 < sent < 43e6
 
@@ -193,12 +200,13 @@ def test_without_iproute2_or_root_links_say_what_they_need(monkeypatch: pytest.M
     monkeypatch.setattr(networks, "tool", lambda name: None)
     with pytest.raises(Unavailable, match="no ip and no tc here: install iproute2"), network("10 Gbit/s", 2):
         pass
-    with network("loopback", 2) as places:  # the machine's own
+    with network("loopback", 2) as places:  # the machine's own loopback, without a namespace
         assert places == [Place((), "lo", True)] * 2
 
 
 def gone(pid: int) -> bool:
-    for _ in range(600):  # one that still imports torch looks at its input afterwards
+    """Whether a process ends within 30 seconds. A rank that still imports torch checks its input only afterwards."""
+    for _ in range(600):
         try:
             os.kill(pid, 0)
         except ProcessLookupError:
@@ -213,7 +221,7 @@ def children(pid: int) -> list[int]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_ranks_and_namespaces_end_with_the_bench(number: signal.Signals) -> None:
-    """Where it is killed, its ranks end all the same."""
+    """The ranks end even if the benchmark is killed; only its namespaces are left then."""
     arguments = [sys.executable, str(BENCH), "comm", "--rows", "loopback", "--rounds", "1000"]
     bench = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     try:
@@ -253,7 +261,7 @@ def question(*jobs: Job) -> Question:
 
 
 def test_a_rank_that_fails_has_the_last_word() -> None:
-    """What was answered before is there."""
+    """Its error is reported, and the answers to earlier jobs are kept."""
     answers, why = launcher.ask(question(Job("timing", ["alone"]), Job("nonsense", [])), HERE, 60)
     assert "rank 0 ended with status 1" in why or "rank 1 ended with status 1" in why
     assert "KeyError: 'nonsense'" in why
@@ -334,7 +342,8 @@ SMALL = Size(2, 24)
 
 
 def _contend(rank: int, store: str, answers: Any) -> None:
-    """What each contender leaves on a rank: gradients after a backward, weights after steps."""
+    """Runs each contender on a rank and sends the weights after three steps and the gradients after one more backward.
+    Also sends the gradients that the rank was given and the initial weights."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -369,8 +378,8 @@ def _whole(t: Any) -> torch.Tensor:
 
 
 def test_contenders_do_the_work(tmp_path: pathlib.Path) -> None:
-    """Every contender exchanges: gradients are the mean over the ranks, weights are the same everywhere and moved where
-    the step is part of it."""
+    """Every contender but those without exchange gets the mean gradients. Weights are equal on all ranks, and have
+    moved if the optimizer's step is part of the contender."""
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     ranks = [context.Process(target=_contend, args=(rank, str(tmp_path / "store"), answers)) for rank in range(2)]

@@ -1,4 +1,4 @@
-"""python tests/bench cost, in small; and what docs/cost.md says, simulated again."""
+"""Tests python tests/bench cost with small sizes, and that the numbers of docs/cost.md are what is simulated now."""
 
 import json
 import pathlib

@@ -1,7 +1,7 @@
 """How contenders are timed: in turn, round after round, and compared within each round.
 
-The bandwidth of a shared machine changes from second to second, so a figure is never one time beside another that was
-taken at another moment: it is the median of the ratios of the rounds, with the least and the largest beside it.
+The bandwidth of a shared machine changes from second to second, so two times from different moments are not compared. A
+figure is the median of the ratios of all rounds, printed with the least and the largest ratio.
 """
 
 import gc
@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 Times = dict[str, list[float]]  # contender -> seconds, one per round
 
-_WARM_UP = 2  # calls of each contender before the first round: state is made, memory touched, threads started
+_WARM_UP = 2  # calls of each contender before the first round: they create state, touch memory, start threads
 
 
 class Spread(NamedTuple):
-    """The median of a figure over the rounds, and how far the rounds lie apart."""
+    """The median of a figure over the rounds, with the least and the largest."""
 
     median: float
     least: float
@@ -28,8 +28,8 @@ def spread(values: list[float]) -> Spread:
 
 
 def interleave(contenders: Mapping[str, Callable[[], object]], rounds: int) -> Times:
-    """Seconds of each call, `rounds` of each contender. Every other round goes backwards, so that who runs after whom,
-    and a machine that drifts, favour nobody."""
+    """Returns the seconds of each call, `rounds` of each contender. Every second round runs in reverse order, so that
+    neither the order nor a drift of the machine favours a contender."""
     for step in contenders.values():
         for _ in range(_WARM_UP):
             step()
@@ -52,11 +52,12 @@ def interleave(contenders: Mapping[str, Callable[[], object]], rounds: int) -> T
 
 
 def ratio(times: Times, of: str, to: str) -> Spread:
-    """Time of `of` / time of `to`, round by round."""
+    """Returns the time of `of` / time of `to`, round by round."""
     return spread([a / b for a, b in zip(times[of], times[to], strict=True)])
 
 
 def worst(times: Times, name: str) -> Spread:
-    """The longest round / the median one; beside it, the shortest / the median and the longest again."""
+    """Returns the longest round / the median round, as a Spread: its `least` is the shortest round / the median round,
+    its `most` the same value again."""
     median = statistics.median(times[name])
     return Spread(max(times[name]) / median, min(times[name]) / median, max(times[name]) / median)

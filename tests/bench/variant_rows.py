@@ -1,5 +1,5 @@
-"""python tests/bench --device cuda --variants FOLDER: builds of the library against each other, each in a process of
-its own, in turns on one device."""
+"""python tests/bench --device cuda --variants FOLDER: compares builds of the CUDA library with each other. Each build
+runs in a process of its own; the processes take turns on one device."""
 
 import os
 import pathlib
@@ -19,7 +19,7 @@ _STEPS = 5
 
 
 class Worker:
-    """See variant_worker.py."""
+    """The process of one build, which runs variant_worker.py."""
 
     def __init__(self, library: str, arguments: Sequence[object]) -> None:
         environment = os.environ | {"TORCH_EXT_CUDA_LIBRARY": library, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -30,7 +30,8 @@ class Worker:
         )
 
     def answer(self, line: str = "") -> str:
-        """To the line; without one, to being started."""
+        """Sends a line and returns the answer to it. Without a line it returns what the process says when it has
+        started."""
         if line:
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
@@ -45,7 +46,7 @@ class Worker:
 
 
 def libraries(folder: pathlib.Path, device: str) -> dict[str, str]:
-    """Name -> file of each build; the one that is loaded without a variant is the ordinary one."""
+    """Returns name -> file of each build. "ordinary" is the library that is loaded by default."""
     found = {file.stem: str(file) for file in sorted(folder.glob("*.so"))}
     if PLAIN not in found:
         raise ValueError(f"there is no {PLAIN}.so in {folder}, which others are compared with")
@@ -54,6 +55,7 @@ def libraries(folder: pathlib.Path, device: str) -> dict[str, str]:
 
 @contextmanager
 def _workers(builds: dict[str, str], arguments: Sequence[object]) -> Iterator[dict[str, Worker]]:
+    """Yields a running process for each build. They end with the context."""
     started: dict[str, Worker] = {}
     try:
         for name, library in builds.items():
@@ -67,7 +69,7 @@ def _workers(builds: dict[str, str], arguments: Sequence[object]) -> Iterator[di
 
 
 def _times(workers: dict[str, Worker], rounds: int) -> Times:
-    """Seconds of each round; every other goes backwards, as in timing.interleave."""
+    """Returns the seconds of each round. Every second round runs in reverse order, as in timing.interleave."""
     turn = [(name, worker, f"step {_STEPS}") for name, worker in workers.items()]
     turn.append((COPY, workers[ORDINARY], f"copy {_STEPS}"))
     times: Times = {name: [] for name, _, _ in turn}
@@ -79,7 +81,8 @@ def _times(workers: dict[str, Worker], rounds: int) -> Times:
 
 
 def variants(bench: Bench, folder: pathlib.Path, device: str, names: Sequence[str] = tuple(CONFIGURATIONS)) -> None:
-    """How much faster than the plain build each is, the fraction of the copy bandwidth, and that their bits are one."""
+    """Adds figures of each build: the time of the plain build / its own, and its fraction of the copy bandwidth. Raises
+    AssertionError if the builds do not leave the same bits."""
     builds = libraries(folder, device)
     for name in names:
         configuration = CONFIGURATIONS[name]

@@ -1,8 +1,8 @@
-"""One build of the library in a process of its own, which steps when it is told: python -m bench.variant_worker
-CONFIGURATION PARAMS SEED DEVICE, with $TORCH_EXT_CUDA_LIBRARY naming the build.
+"""The process of one build of the CUDA library, which steps on request: python -m bench.variant_worker CONFIGURATION
+PARAMS SEED DEVICE. $TORCH_EXT_CUDA_LIBRARY names the build.
 
-Says "ready", then answers lines: "step N" with the seconds of N steps, "copy N" with those of N copies of as many
-bytes, "bits" with a number that all builds must have alike after as many steps.
+Prints "ready", then answers each line of its input: "step N" with the seconds of N steps, "copy N" with the seconds of
+N copies of as many bytes, "bits" with a number that is the same for all builds after the same number of steps.
 """
 
 import sys
@@ -16,7 +16,8 @@ from bench.optimizer_configs import CONFIGURATIONS
 
 
 def bits(training: optimizer_configs.Training) -> int:
-    """Of everything that a step writes, as integers added up."""
+    """Returns a number computed from all bits of the training's tensors, which includes everything that a step
+    writes."""
     total = 0
     for tensor in training.tensors():
         words = tensor.detach().reshape(-1)
@@ -26,7 +27,8 @@ def bits(training: optimizer_configs.Training) -> int:
 
 
 def seconds(step: Callable[[], object], times: int, device: str) -> float:
-    """After one that is not counted: another process had the device before."""
+    """Returns the seconds of `times` steps. One step before them is not timed, since another process used the
+    device."""
 
     def synchronize() -> None:
         if device != "cpu":

@@ -1,4 +1,4 @@
-"""What the benchmark trains: shapes, and parameters with gradients whose values are like those of a training run."""
+"""What the benchmark steps: shapes, and parameters with gradients whose values resemble those of a training run."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 Shapes = Sequence[tuple[int, ...]]
 
-_CHUNK = 1 << 18  # elements drawn once and used again, each time with another magnitude
+_CHUNK = 1 << 18  # random elements that are drawn once and reused, each time with another magnitude
 
 
 def gpt2(width: int = 768, vocabulary: int = 50257, context: int = 1024, layers: int = 12) -> Shapes:
-    """The 148 tensors of GPT-2 small (the head is tied to wte), 124.4 million parameters."""
+    """Returns the shapes of GPT-2 small's 148 tensors (the head is tied to wte), 124.4 million parameters."""
     block: list[tuple[int, ...]] = [
         *[(width,), (width,)],  # ln_1
         *[(width, 3 * width), (3 * width,), (width, width), (width,)],  # attention
@@ -26,10 +26,10 @@ def numel(shapes: Shapes) -> int:
 
 
 def make(shapes: Shapes, dtype: torch.dtype, seed: int, device: str = "cpu") -> list[nn.Parameter]:
-    """Parameters of about 0.02 with gradients in the same dtype, both written everywhere.
+    """Returns parameters of magnitude 0.02 with gradients of the same dtype, every element written.
 
-    Gradients are normal values whose magnitude varies between 1e-5 and 1e-2 along a tensor and from tensor to tensor;
-    no value or square of one is subnormal.
+    Gradients are normally distributed. Their magnitude varies between 1e-5 and 1e-2 along a tensor and from tensor to
+    tensor. No gradient is subnormal, nor is the square of one.
     """
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(_CHUNK, generator=generator)
@@ -50,7 +50,7 @@ def grads(params: Iterable[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def _fill(t: Tensor, values: Tensor, magnitudes: list[float], generator: torch.Generator) -> None:
-    """Chunk by chunk, so that no second copy of the tensor is made; the chunks begin at random places of `values`."""
+    """Fills a tensor chunk by chunk, so that it needs no second copy. The chunks begin at random places of `values`."""
     flat = t.view(-1)
     for begin in range(0, t.numel(), _CHUNK // 2):
         part = flat[begin : begin + _CHUNK // 2]
@@ -59,6 +59,6 @@ def _fill(t: Tensor, values: Tensor, magnitudes: list[float], generator: torch.G
 
 
 def unique_bytes(tensors: Iterable[Tensor]) -> int:
-    """Of the storages of the tensors, each counted once and whole."""
+    """Returns the bytes of the tensors' storages; each storage counts once, as a whole."""
     storages = (t.untyped_storage() for t in tensors)
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())

@@ -1,4 +1,5 @@
-"""What it costs to notice writes by others to weights beside masters, and to resync by hand."""
+"""The contenders of the row `external`: the cost of detecting external writes to weights that have a master weight, and
+of resync_masters()."""
 
 from collections.abc import Callable
 
@@ -8,22 +9,22 @@ from bench import optimizer_configs
 from bench.optimizer_configs import CONFIGURATIONS, Training
 from bench.workload import Shapes, numel
 
-READ = {
-    "bf16": 6,
-    "bf16_remainder": 2,
-}  # bytes per parameter that resync_masters() reads: weights and fp32 masters; weights
-_COLUMNS = 15  # of slices of adamw_flat_ without checksums
+# Bytes per parameter that resync_masters() reads: weights and fp32 masters, or weights alone.
+READ = {"bf16": 6, "bf16_remainder": 2}
+_COLUMNS = 15  # columns in the slices argument of adamw_flat_ if there are no checksums
 
 
 def noticing(name: str, shapes: Shapes, seed: int) -> dict[str, Callable[[], object]]:
-    """Steps of two optimizers that differ in nothing but that one has no checksums, and looks at nothing."""
-    blind, seeing = (optimizer_configs.ours(CONFIGURATIONS[name], shapes, seed) for _ in range(2))
-    blind.step()
-    _blind(blind)
-    return {"without": blind.step, "with": seeing.step}
+    """Returns the steps of two optimizers. One of them has no checksums and detects nothing; they are otherwise
+    equal."""
+    without_checks, with_checks = (optimizer_configs.ours(CONFIGURATIONS[name], shapes, seed) for _ in range(2))
+    without_checks.step()
+    _drop_checksums(without_checks)
+    return {"without": without_checks.step, "with": with_checks.step}
 
 
-def _blind(training: Training) -> None:
+def _drop_checksums(training: Training) -> None:
+    """Removes the checksums from an optimizer's plan, so that its steps do not check for external writes."""
     optimizer = training.optimizer
     optimizer.on_external_write = "ignore"  # type: ignore[attr-defined]
     plan = optimizer._stepper.plan  # type: ignore[attr-defined]
@@ -32,7 +33,7 @@ def _blind(training: Training) -> None:
 
 
 def resyncing(name: str, shapes: Shapes, seed: int) -> dict[str, Callable[[], object]]:
-    """resync_masters() where nothing is to be changed, and torch's sum of as many bytes in fp32."""
+    """Returns resync_masters() with nothing to resync, and torch's sum of as many bytes in fp32."""
     training = optimizer_configs.ours(CONFIGURATIONS[name], shapes, seed)
     training.step()
     read = torch.ones(numel(shapes) * READ[name] // 4)

@@ -1,4 +1,5 @@
-// Numbers that no caller means: huge, negative, and such that sums and products of them wrap.
+// Random numbers that no caller would pass on purpose: huge ones, negative ones, and ones whose sums and products
+// overflow.
 #ifndef TESTS_CORE_ABSURD_H
 #define TESTS_CORE_ABSURD_H
 
@@ -19,7 +20,7 @@ class Random {
     return values[Below(N)];
   }
 
-  // About a power of two of either sign, or anything.
+  // A number next to a power of two, of either sign; now and then one near the limits, or any bit pattern.
   int64_t I64() {
     if (OneIn(4)) return static_cast<int64_t>(gen_() << 32 ^ gen_());
     if (OneIn(8)) return std::numeric_limits<int64_t>::min() + Below(3);
@@ -28,7 +29,8 @@ class Random {
     const uint64_t near = power + Below(3) - 1;
     return static_cast<int64_t>(OneIn(3) ? 0 - near : near);
   }
-  // Of a memory that is not there, so that it must be refused: no number of elements that any memory has.
+  // An element count that is larger than any memory, or negative. The tensor's memory does not exist, so the call must
+  // be rejected before it touches it.
   int64_t Numel() {
     const int64_t n = I64();
     return n >= 0 && n <= int64_t{1} << 56 ? -1 - n : n;

@@ -1,5 +1,5 @@
-// The planners under absurd numbers: an answer or an error, and nothing undefined on the way (the suite runs this under
-// the sanitizers).
+// The planning functions with absurd numbers: they return a result or an error, without undefined behaviour on the way.
+// The test suite runs this under the sanitizers.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace {
 
 using absurd::Random;
 
-// A layout of n parameters, of which a few numbers are absurd.
+// A layout of n parameters in which a few numbers are absurd.
 struct Layout {
   std::vector<tx_layout_param> params;
   std::vector<int64_t> order, shape;
@@ -95,7 +95,7 @@ TEST(AbsurdNumbers, ShardsAreInt64OrRefused) {
   }
 }
 
-// The intersection of integers that may be anything, against arithmetic that does not wrap.
+// The intersection of any integers, compared with 128-bit arithmetic, which cannot overflow.
 TEST(AbsurdNumbers, IntersectionsAreThoseOfTheIntegers) {
   Random random(3);
   for (uint32_t i = 0; i < 50 * absurd::kRounds; i++) {
@@ -324,7 +324,7 @@ TEST(AbsurdNumbers, PoliciesAreResolvedOrRefused) {
   EXPECT_GT(resolved, absurd::kRounds / 100);
 }
 
-// Numbers for codes.
+// Any number may be passed as a code.
 TEST(AbsurdNumbers, CodesHaveNamesOrNone) {
   Random random(8);
   for (uint32_t i = 0; i < absurd::kRounds; i++) {

@@ -1,5 +1,5 @@
-// The step's arguments for a test, and what the step must make of them: element by element, from the headers of
-// csrc/math alone.
+// The arguments of an AdamW step, and a reference implementation of the step: element by element, using only the
+// headers of csrc/math.
 #ifndef TESTS_CORE_ADAMW_CALL_H
 #define TESTS_CORE_ADAMW_CALL_H
 
@@ -60,7 +60,7 @@ inline int64_t Size(tx_dtype dtype) {
   return dtype == TX_F32 ? 4 : dtype == TX_U8 ? 1 : 2;
 }
 
-// Bytes of one stream, kept at an odd address when asked, so that alignment is exercised.
+// The bytes of one tensor, optionally at an odd address, so that unaligned tensors are tested.
 struct Bytes {
   std::vector<uint8_t> raw;
   int64_t offset = 0;
@@ -74,7 +74,7 @@ inline float Get(tx_dtype dtype, const uint8_t *p, int64_t i) {
   return tx_load(p, i, dtype);
 }
 
-// One parameter with all its state.
+// One parameter with its gradient and optimizer state.
 struct Param {
   Combo combo;
   int64_t n;
@@ -111,7 +111,7 @@ struct Param {
     for (int64_t i = 0; i < n; i++)
       tx_store(grad.data(), i, combo.grad, normal(gen) * size);
   }
-  // The weight at its full precision: the master, or the parameter where there is none.
+  // The weight in full precision: the master weight, or the parameter if there is none.
   float Master(int64_t i) {
     if (combo.master == TX_F32) return Get(TX_F32, master.data(), i);
     if (combo.master == TX_NONE) return Get(combo.param, param.data(), i);

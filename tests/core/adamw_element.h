@@ -1,4 +1,4 @@
-// Both halves of the step of one element, as the loops compute them for any constants.
+// The AdamW step of one element, from the functions of csrc/math/adamw.h that work for any constants.
 #ifndef TESTS_CORE_ADAMW_ELEMENT_H
 #define TESTS_CORE_ADAMW_ELEMENT_H
 

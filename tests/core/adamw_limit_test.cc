@@ -1,5 +1,5 @@
-// The limit of gradients in the formula: what comes of any finite numbers, by classes of exponents, and that nothing
-// else is changed by it.
+// The clamp of gradients in the AdamW step: any finite numbers give finite moments, and the clamp changes nothing else.
+// Numbers are tested by classes of exponents.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -16,7 +16,7 @@ namespace {
 
 constexpr float kMax = std::numeric_limits<float>::max();
 
-// Every exponent, with the least, the largest and a middle mantissa, of both signs; and the zeros.
+// Numbers of every exponent with the smallest, the largest and middle mantissas, of both signs; and the zeros.
 std::vector<float> Classes(int stride) {
   std::vector<float> classes = {0.0f, -0.0f, kMax, -kMax};
   for (uint32_t exponent = 0; exponent < 255; exponent += static_cast<uint32_t>(stride))
@@ -33,8 +33,8 @@ tx_adamw_constants Constants(double beta1, double beta2, double decay, double fa
   return tx_adamw_prepare(&group, group.lr, 7, factor, 1.0, 0.0);
 }
 
-// Every gradient beside every state, for averages from either side and of every weight, with and without decay: moments
-// stay between what they were and what a limited gradient makes of them.
+// Every gradient with every state, for averages that start from either side and have any weight, with and without
+// decay: moments stay between the old moment and the clamped gradient (or its square).
 TEST(AdamwLimit, MomentsOfAnyFiniteNumbersStayBetweenOldAndLimited) {
   const float most = tx_adamw_most(), square = most * most;
   const std::vector<float> gradients = Classes(1), states = Classes(17), weights = {0.0f, 1.0f, kMax, -kMax};
@@ -56,8 +56,8 @@ TEST(AdamwLimit, MomentsOfAnyFiniteNumbersStayBetweenOldAndLimited) {
   }
 }
 
-// What lies there is finite in every format, whatever the rounding: what was read from one is again, and so is the
-// limited gradient.
+// Moments lie between the old moment and the clamped gradient. Both are finite in every format, whatever the rounding,
+// so the moments are.
 TEST(AdamwLimit, EveryFormatHoldsTheLimitedGradient) {
   const float most = tx_adamw_most(), square = most * most;
   EXPECT_EQ(static_cast<double>(square), static_cast<double>(most) * static_cast<double>(most));
@@ -77,7 +77,7 @@ TEST(AdamwLimit, EveryFormatHoldsTheLimitedGradient) {
   }
 }
 
-// The step as it was before there was a limit, written out.
+// The AdamW step without the clamp, written out.
 Stepped Unlimited(const tx_adamw_constants &c, float grad, float p, float m, float v) {
   float g = c.factor * grad;
   if (c.l2 != 0.0f) g += c.l2 * p;
@@ -112,7 +112,8 @@ TEST(AdamwLimit, OrdinaryGradientsHaveTheBitsThatTheyHad) {
   }
 }
 
-// The quick way is right wherever a loop takes it: by the sizes of gradient and weight, or by the root.
+// tx_adamw_average_within is right wherever a loop uses it: when gradient and weight are small enough, or when the root
+// is.
 TEST(AdamwLimit, TheQuickWayIsRightWhereItIsTaken) {
   const std::vector<float> gradients = Classes(1), states = Classes(23), weights = {0.0f, 3.0f, 1e19f, kMax, -kMax};
   int64_t by_size = 0, by_root = 0;
@@ -143,8 +144,8 @@ TEST(AdamwLimit, TheQuickWayIsRightWhereItIsTaken) {
   EXPECT_GT(by_root, 100000);
 }
 
-// An infinite gradient makes moments that are not finite and the weight NaN, NaN makes all NaN, and an infinite weight
-// shows by way of its decay.
+// An infinite gradient makes the moments non-finite and the weight NaN. NaN makes all of them NaN. An infinite weight
+// reaches the moments through L2 decay.
 TEST(AdamwLimit, GradientsThatAreNotFinitePropagate) {
   for (const double decay : {0.0, 0.1}) {
     for (const double beta : {0.3, 0.9}) {
@@ -165,7 +166,7 @@ TEST(AdamwLimit, GradientsThatAreNotFinitePropagate) {
   EXPECT_EQ(usual.v, INFINITY);
 }
 
-// Constants that fp32 cannot hold are its largest number: times 0 that is 0.
+// Constants beyond fp32's range become its largest number: an infinite constant times 0 would be NaN.
 TEST(AdamwLimit, ConstantsAreFinite) {
   const tx_adamw_group group = {1e300, 0.9, 0.999, 1e300, 1e300, 0, 0};
   const tx_adamw_constants c = tx_adamw_prepare(&group, group.lr, 1, 3e38, 1e-45, 0.0);

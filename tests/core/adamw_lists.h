@@ -1,4 +1,4 @@
-// The lists of a step's arguments, an entry for each parameter.
+// The tensor lists of a tx_adamw_args, with one entry per parameter in each list.
 #ifndef TESTS_CORE_ADAMW_LISTS_H
 #define TESTS_CORE_ADAMW_LISTS_H
 
@@ -10,7 +10,7 @@ struct AdamwLists {
   std::vector<tx_tensor> params, grads, exp_avgs, exp_avg_sqs, masters, scales, steps, checksums;
   std::vector<tx_meta> meta;
 
-  // All but the checksums, which a call may leave out.
+  // Points args at all lists except checksums, which are optional in a call.
   void Lend(tx_adamw_args *args) {
     args->n = static_cast<int64_t>(params.size());
     args->params = params.data();

@@ -1,4 +1,5 @@
-// G1: the step of one element against extended precision, its constants, and the cases that must be exact.
+// G1: the AdamW step of one element compared with extended precision; its constants; and the cases that have to be
+// exact.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -12,7 +13,7 @@ tx_adamw_group Group(double weight_decay, bool decoupled, bool maximize = false)
   return {3e-4, 0.9, 0.999, 1e-8, weight_decay, maximize ? 1.0 : 0.0, decoupled ? 1.0 : 0.0};
 }
 
-// Algorithm 2 of Loshchilov & Hutter in long double, written as the paper has it.
+// Algorithm 2 of Loshchilov & Hutter in long double, in the paper's notation.
 struct Exact {
   long double p, m, v;
 };
@@ -64,14 +65,14 @@ TEST(AdamwMath, G1_OneStepIsWithinAFewUlpOfExtendedPrecision) {
       const Stepped r = Element(k, grad, p, m, v);
       const Exact exact =
           Reference(c.group, t, static_cast<long double>(c.clip) / static_cast<long double>(c.scale), grad, {p, m, v});
-      // What m and v are sums of; each term carries a few roundings, the sum one.
+      // The magnitudes of the terms of m and v. Each term has a few rounding errors, the sum one.
       const double g = std::fabs(static_cast<double>(grad) * c.clip / c.scale) + c.group.weight_decay * std::fabs(p);
       const double m_bound = 6 * u * (std::fabs(m) + 0.1 * g) + Ulp(exact.m);
       const double v_bound = 6 * u * 0.001 * (g * g + v) + Ulp(exact.v);
       ASSERT_NEAR(r.m, exact.m, m_bound) << c.name << " " << i;
       ASSERT_NEAR(r.v, exact.v, v_bound) << c.name << " " << i;
       ASSERT_EQ(r.root, std::sqrt(r.v));
-      // The update's own error: that of m carried through, and a few roundings; v's is relative and small.
+      // Error of the update: m's error, propagated; v's relative error, which is small; and a few roundings.
       const long double root_exact =
           std::sqrt(exact.v / (1 - std::pow(static_cast<long double>(c.group.beta2), static_cast<long double>(t))));
       const double per_m = static_cast<double>(
@@ -96,7 +97,7 @@ TEST(AdamwMath, G1_TheFirstStepIsTheSignOfTheGradientTimesLr) {
   }
 }
 
-// E11 and D3: nothing moves where nothing pushes.
+// E11 and D3: zero gradients and no decay change nothing.
 TEST(AdamwMath, ZeroGradientsAndNoDecayLeaveTheWeightExactly) {
   for (const bool decoupled : {true, false}) {
     const tx_adamw_group group = Group(0.0, decoupled);
@@ -156,7 +157,7 @@ TEST(AdamwMath, VNeverBecomesNegative) {
   }
 }
 
-// G1: a large old value that hardly counts leaves no rounding error behind.
+// G1: with a small beta, a large old value leaves no rounding error behind.
 TEST(AdamwMath, G1_SmallBetasForgetALargeState) {
   for (const double beta : {0.0, 0.1, 0.25, 0.49}) {
     tx_adamw_group group{};
@@ -175,7 +176,7 @@ TEST(AdamwMath, G1_SmallBetasForgetALargeState) {
   EXPECT_EQ(r.v, 0.01f * 0.01f);
 }
 
-// G1: beta^t by repeated squaring in double, 1 - beta^t accurate enough at every step that is taken.
+// G1: beta^t by repeated squaring in double; 1 - beta^t is accurate enough at every step.
 TEST(AdamwMath, G1_PowersAndBiasCorrections) {
   EXPECT_EQ(tx_power(0.0, 0), 1.0);
   EXPECT_EQ(tx_power(0.0, 5), 0.0);
@@ -195,7 +196,7 @@ TEST(AdamwMath, G1_PowersAndBiasCorrections) {
       ASSERT_NEAR(k.rsqrt_bc2 * static_cast<double>(std::sqrt(exact)), 1.0, 0x1p-23) << beta << " " << t;
     }
   }
-  // In float 1 - beta2 would be off by 1.3e-5.
+  // In fp32, 1 - beta2 would be off by 1.3e-5.
   const tx_adamw_group group = Group(0.0, true);
   EXPECT_EQ(tx_adamw_prepare(&group, 1.0, 1, 1.0, 1.0, 0.0).exp_avg_sq.weight, 0.001f);
 }

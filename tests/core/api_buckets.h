@@ -1,4 +1,4 @@
-// Legal calls of gradient statistics, buckets, casts, masters and messages.
+// Makes legal random calls for gradient statistics, buckets, casts, masters and messages (see api_call.h).
 #ifndef TESTS_CORE_API_BUCKETS_H
 #define TESTS_CORE_API_BUCKETS_H
 
@@ -49,7 +49,7 @@ inline void GradNorm(Call *call) {
   };
 }
 
-// Gradients at ascending offsets of a bucket, which may be of 8 bits.
+// Gradients at ascending offsets in a bucket; the bucket may have 8-bit codes with block scales.
 struct Bucket {
   int64_t n;
   tx_tensor *grads, bucket, scales;
@@ -125,7 +125,7 @@ inline void BucketReduce(Call *call) {
   for (int64_t i = 0; i < n; i++) {
     chunks[i] = call->Tensor(numel, wire);
     if (scaled) scales[i] = call->Tensor(Blocks(numel), TX_U8);
-    for (int64_t k = 0; scaled && k < numel; k++)  // no NaN
+    for (int64_t k = 0; scaled && k < numel; k++)  // no NaN codes
       static_cast<uint8_t *>(chunks[i].data)[k] &= 0xbf;
     for (int64_t k = 0; k < scales[i].numel; k++)
       static_cast<uint8_t *>(scales[i].data)[k] = static_cast<uint8_t>(100 + call->random.Below(40));
@@ -159,7 +159,7 @@ inline void Cast(Call *call) {
   const auto make = [&](int64_t numel, tx_tensor *side, tx_tensor *scales) {
     const bool scaled = random.OneIn(2);
     *side = call->Tensor(numel, scaled ? random.Of(kScaled) : random.Of(kPlain));
-    for (int64_t k = 0; side->dtype != TX_U8 && k < numel; k++)  // not negative: of squares
+    for (int64_t k = 0; side->dtype != TX_U8 && k < numel; k++)  // not negative, for the formats of squares
       static_cast<uint8_t *>(side->data)[(k + 1) * (side->dtype == TX_F32 ? 4 : 2) - 1] &= 0x7f;
     if (scaled) *scales = call->Tensor(Blocks(numel), TX_U8);
     for (int64_t k = 0; k < scales->numel; k++)
@@ -187,7 +187,7 @@ inline void Cast(Call *call) {
   call->run = [=](tx_error *error) { return tx_cast(args, call->parallel, error); };
 }
 
-// -- lists beside each other: accumulate, masters
+// -- parallel lists of tensors: accumulate, masters -------------------------------------------------------------------
 
 struct Lists {
   int64_t n;
@@ -216,7 +216,7 @@ inline void Fill(Call *call, const char *name, const tx_tensor *list, int64_t i,
   call->Of(std::string(name) + "[" + std::to_string(i) + "]", t);
 }
 
-// One of which each pair is written.
+// Overlaps element i of each pair of lists. At least one tensor of each pair is written, so these calls have to fail.
 inline void Share(Call *call, const std::vector<const tx_tensor *> &lists, int64_t i) {
   for (const tx_tensor *one : lists)
     for (const tx_tensor *other : lists)
@@ -269,7 +269,7 @@ inline Lists *MakeMasters(Call *call, bool checked, const char *counts) {
   if (call->random.OneIn(2)) l->counts = call->Tensor(l->n, TX_I64);
   call->Of(counts, &l->counts);
   l->mode = static_cast<int32_t>(call->random.Below(3));
-  call->Never<int32_t>(checked ? "mode" : "mode", &l->mode, {-1, 3});
+  call->Never<int32_t>("mode", &l->mode, {-1, 3});
   return l;
 }
 
@@ -335,13 +335,13 @@ inline void PlanesEncode(Call *call) {
   call->run = [=](tx_error *error) {
     const tx_status status = tx_planes_encode(m->values, m->bytes, m->number, error);
     if (status != TX_OK) return status;
-    call->extra.assign(data, static_cast<size_t>(*m->number));  // the rest may be anything
+    call->extra.assign(data, static_cast<size_t>(*m->number));  // the bytes after the message are unspecified
     std::memset(data, 0, static_cast<size_t>(m->bytes.numel));
     return status;
   };
 }
 
-// A message of some values, and room for them.
+// An encoded message, and a tensor to decode it into.
 inline Message *MakePlanes(Call *call) {
   auto *m = call->New<Message>();
   const int64_t numel = call->random.OneIn(9) ? 140000 : static_cast<int64_t>(call->random.Below(3000));

@@ -1,5 +1,5 @@
-// A call of a public function as data: its memory, its arguments by their names, and how each of them can be wrong.
-// What every call must keep is in api_check.h.
+// A call of a public function as data: its memory, its arguments by name, and the ways in which each argument can be
+// wrong. api_check.h has the checks.
 #ifndef TESTS_CORE_API_CALL_H
 #define TESTS_CORE_API_CALL_H
 
@@ -22,7 +22,7 @@ inline constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 inline constexpr double kInf = std::numeric_limits<double>::infinity();
 inline constexpr double kTiny = std::numeric_limits<double>::denorm_min();
 
-// One way to make an argument another one. must: the call has to be refused, with `names` in its message.
+// One way to change an argument. must: the call has to fail then, with a message that contains `names`.
 struct Change {
   std::string names, what;
   bool must;
@@ -37,10 +37,10 @@ class Call {
   Random random;
   std::function<tx_status(tx_error *)> run;
   std::vector<Change> changes;
-  std::string extra;  // results that are not in memory of the call
+  std::string extra;  // results that are not in the call's memory
   tx_parallel *parallel = nullptr;
 
-  // -- memory: each by itself between guards, compared as a whole
+  // -- memory: each block between guards of its own, compared as a whole ----------------------------------------------
 
   template <typename T>
   T *New(int64_t n = 1, T value = {}) {
@@ -49,7 +49,8 @@ class Call {
       std::memcpy(static_cast<void *>(at + i), &value, sizeof value);
     return at;
   }
-  // Finite numbers of ordinary size, or any bytes; at an odd address now and then.
+  // A tensor of random finite numbers of ordinary magnitude (random bytes for other dtypes), sometimes at an odd
+  // address.
   tx_tensor Tensor(int64_t numel, tx_dtype dtype) {
     int64_t item = 1;
     (void)tx_dtype_size(dtype, &item, nullptr);
@@ -68,7 +69,7 @@ class Call {
     std::memcpy(t.data, &value, sizeof value);
     return t;
   }
-  // Memory of which the header says that any call may write anything to it.
+  // Memory to which, according to the header, a call may write anything. It is excluded from comparisons.
   char *Scratch(int64_t bytes) {
     scratch_.push_back({New<char>(bytes), static_cast<size_t>(bytes)});
     return scratch_.back().first;
@@ -100,7 +101,7 @@ class Call {
         if ((i < block.begin || i >= block.begin + block.bytes) && block.raw[i] != kGuard) return false;
     return true;
   }
-  // Of which NaN an operation makes nothing is promised.
+  // Whether a tensor contains a NaN: which NaN an operation returns is not promised, so the bits are not compared.
   bool HasNan() const {
     for (const Block &block : blocks_) {
       const size_t item = block.dtype == TX_F32 ? 4 : 2;
@@ -123,7 +124,7 @@ class Call {
   void Must(const std::string &names, const std::string &what, std::function<void()> make) {
     changes.push_back({names, what, true, std::move(make)});
   }
-  // Callers that were compiled with another header.
+  // A struct size of a caller that was compiled with another header.
   void Size(const std::string &names, uint64_t *size) {
     for (const int64_t by : {int64_t{-8}, int64_t{8}, -static_cast<int64_t>(*size)})
       Must(names, "another size", [=] { *size += static_cast<uint64_t>(by); });
@@ -146,7 +147,8 @@ class Call {
     for (const T value : values)
       May(names, std::to_string(value), [=] { *number = value; });
   }
-  // One of a list, or by itself (without an index). optional: numel 0 is legal.
+  // All ways in which a tensor can be wrong. `names`: with its index, if it is an element of a list. An empty tensor
+  // may be legal.
   void Of(const std::string &names, tx_tensor *t) {
     if (t->numel > 0) {
       Must(names, "no memory", [=] { t->data = nullptr; });
@@ -168,7 +170,7 @@ class Call {
     for (int64_t i = 0; i < n; i++)
       Of(names + "[" + std::to_string(i) + "]", list + i);
   }
-  // The one is where the other is, and a byte further: written through the one, written or read through the other.
+  // Places t at the memory of `other`, and one byte further. One of both is written, so the call has to fail.
   void Overlaps(const std::string &names, tx_tensor *t, const tx_tensor *other) {
     int64_t item = 1, other_item = 1;
     (void)tx_dtype_size(t->dtype, &item, nullptr);
@@ -196,7 +198,7 @@ class Call {
   std::vector<std::pair<char *, size_t>> scratch_;
 };
 
-// Elements: about blocks and tiles.
+// A number of elements, often one near the size of a block or tile.
 inline int64_t Numel(Random &random) {
   static const int64_t kNumels[] = {1, 2, 127, 128, 129, 300, 1024, 1100, 4097};
   return random.OneIn(2) ? 1 + random.Below(400) : random.Of(kNumels);
@@ -206,7 +208,7 @@ inline int64_t Blocks(int64_t numel, int64_t block = TX_BLOCK) {
 }
 inline constexpr tx_dtype kPlain[] = {TX_BF16, TX_F32, TX_F16};
 
-// A public function and calls of it that are legal as they are made.
+// A public function, and how to make a legal random call of it.
 struct Function {
   const char *name;
   void (*make)(Call *call);

@@ -1,6 +1,6 @@
-// What must hold for every call of a public function: as it is made it is taken; an argument that is never legal is
-// refused by name; what is refused changes no byte of any argument; what is taken leaves the same bytes on every
-// instruction set and number of threads.
+// Checks one call of a public function. A legal call succeeds. A call with an argument that is never legal fails with a
+// message that names it. A call that fails changes no byte of its arguments. A call that succeeds leaves the same bytes
+// on every instruction set and number of threads.
 #ifndef TESTS_CORE_API_CHECK_H
 #define TESTS_CORE_API_CHECK_H
 
@@ -17,7 +17,7 @@ struct Tally {
   int64_t taken = 0, refused = 0;
 };
 
-// Threads that are none: tasks in another order.
+// A tx_parallel of n threads that runs all tasks on the calling thread, in reverse order.
 inline tx_parallel Threads(int64_t n) {
   tx_parallel parallel = TX_PARALLEL_INIT;
   parallel.num_threads = n;
@@ -41,7 +41,7 @@ inline tx_status RunOnce(Call *call, bool alone, tx_error *error) {
   return status;
 }
 
-// Which of the changes are made: one, two or none.
+// Applies none, one or two of the call's changes; returns their description. *only: the change, if there is just one.
 inline std::string Spoil(Call *call, const Change **only) {
   std::string text;
   const uint32_t many = call->changes.empty() ? 0 : static_cast<uint32_t>(call->random.Of({0, 1, 1, 1, 1, 2}));
@@ -54,7 +54,7 @@ inline std::string Spoil(Call *call, const Change **only) {
   return text;
 }
 
-// What is wrong with a call of this seed; "" where nothing is.
+// Returns the violations of the call that this seed generates, or "".
 inline std::string Check(const Function &function, uint32_t seed, Tally *tally) {
   Call call(seed);
   function.make(&call);
@@ -95,7 +95,8 @@ inline constexpr uint32_t kShare = 4;
 inline constexpr uint32_t kShare = 1;
 #endif
 
-// environment: TX_API_PROGRAMS, how many seeds of each function; the first is TX_API_FIRST (1).
+// Checks calls of `programs` seeds for each function. Environment: TX_API_PROGRAMS overrides the number of seeds,
+// TX_API_FIRST the first seed (1).
 inline void CheckAll(const std::vector<Function> &functions, uint32_t programs) {
   const char *asked = std::getenv("TX_API_PROGRAMS"), *from = std::getenv("TX_API_FIRST");
   const uint32_t first = from ? static_cast<uint32_t>(std::atol(from)) : 1;

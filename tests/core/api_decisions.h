@@ -1,4 +1,4 @@
-// Legal calls of dtypes, the policy and the loss scale.
+// Makes legal random calls of the functions for dtypes, the policy and the loss scale (see api_call.h).
 #ifndef TESTS_CORE_API_DECISIONS_H
 #define TESTS_CORE_API_DECISIONS_H
 
@@ -119,7 +119,7 @@ inline void PolicyResolve(Call *call) {
   call->Never<int32_t>("shard_dtype", &args->shard_dtype, {-1, TX_BF16, 99});
   call->Never<int64_t>("optimizer_config", &args->n_config, {-1});
   call->Never<int64_t>("override_optimizer_config", &args->optimizer.n, {-1});
-  call->Never<int64_t>("override_ddp_config", &args->ddp.n, {-1, 2});  // of no settings
+  call->Never<int64_t>("override_ddp_config", &args->ddp.n, {-1, 2});  // {-1, 2}: there are no settings
   call->Never<int64_t>("origins", &r->n, {-1});
   if (args->n_config > 0) {
     call->Needed("optimizer_config", &args->config);
@@ -169,7 +169,7 @@ inline void PolicyMoments(Call *call) {
     return tx_policy_moments(r->policy, r->n, r->keep, r->exp_avg, r->exp_avg_sq, error);
   };
 }
-// -1 where it is refused, and no message.
+// tx_policy_describe returns -1, without a message, for an illegal call.
 inline void PolicyDescribe(Call *call) {
   Resolved *r = MakePolicy(call, true);
   auto **buffer = call->New<char *>(1, call->New<char>(300));
@@ -187,7 +187,7 @@ inline void PolicyDescribe(Call *call) {
   };
 }
 
-// -- scale
+// -- loss scale -------------------------------------------------------------------------------------------------------
 
 inline void ScaleFromPolicy(Call *call) {
   Resolved *r = MakePolicy(call, true);

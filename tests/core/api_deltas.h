@@ -1,4 +1,4 @@
-// Legal calls of deltas of weights.
+// Makes legal random calls of the functions for weight deltas (see api_call.h).
 #ifndef TESTS_CORE_API_DELTAS_H
 #define TESTS_CORE_API_DELTAS_H
 
@@ -7,7 +7,7 @@
 
 namespace api {
 
-// A model of up to three parameters, each in one or two runs, and what a publisher keeps of them.
+// A model of up to three parameters, each in one or two runs, and what a publisher tracks about them.
 struct Model {
   int64_t n_params, n_runs = 0;
   tx_delta_param *params;
@@ -15,7 +15,7 @@ struct Model {
   tx_delta_chain *chain;
   std::vector<std::vector<uint8_t>> version_0;  // the weights of each run
 
-  // changed: as after steps; else as tx_delta_renew leaves it.
+  // changed: as after some steps; otherwise as tx_delta_renew leaves it.
   Model(Call *call, bool changed) : n_params(1 + call->random.Below(3)) {
     Random &random = call->random;
     params = call->New<tx_delta_param>(n_params);
@@ -83,7 +83,7 @@ struct Model {
   }
 };
 
-// Its bytes, whose place differs from call to call.
+// Moves a message's bytes to call->extra, since their address differs from call to call, and frees the message.
 inline tx_status Taken(Call *call, tx_status status, tx_delta_message *message) {
   if (status != TX_OK) return status;
   call->extra.assign(static_cast<const char *>(message->data), static_cast<size_t>(message->bytes));
@@ -189,7 +189,7 @@ inline void Encode(Call *call) {
   };
 }
 
-// Messages of a model: of changes or whole.
+// A message of a model: changes, or whole weights.
 struct Sent {
   int64_t n;
   tx_tensor *messages;
@@ -250,7 +250,7 @@ inline void ParamsOf(Call *call) {
   call->run = [=, m = sent.messages](tx_error *error) { return tx_delta_params_of(*m, a->n, a->params, error); };
 }
 
-// An engine's weights in pieces.
+// The arguments of tx_delta_open: an engine's weights in pieces.
 struct Opened {
   int64_t n_params;
   const tx_delta_param *params;
@@ -263,7 +263,7 @@ inline Opened *MakePieces(Call *call, const Model &model) {
   auto *a = call->New<Opened>();
   auto *pieces = call->New<tx_delta_piece>(2 * model.n_params);
   *a = {model.n_params, model.params, 0, pieces, call->New<tx_delta_receiver *>()};
-  for (int64_t r = 0; r < model.n_runs; r++) {  // a piece where the publisher has a run, with the weights of version 0
+  for (int64_t r = 0; r < model.n_runs; r++) {  // one piece per run of the publisher, with the weights of version 0
     const tx_delta_run &run = model.runs[r];
     const tx_tensor own = call->Tensor(run.weights.numel, run.weights.dtype);
     const auto &was = model.version_0[static_cast<size_t>(r)];

@@ -1,4 +1,5 @@
-// Legal calls of what plans: layouts, messages, owners, memory, machines.
+// Makes legal random calls of the planning functions: layouts, messages, owners, memory, gradient cycles (see
+// api_call.h).
 #ifndef TESTS_CORE_API_PLANNING_H
 #define TESTS_CORE_API_PLANNING_H
 
@@ -301,7 +302,7 @@ inline void MemoryPlan(Call *call) {
   call->Never<int64_t>("in_flight", &args->in_flight, {0, -1});
   call->Never<int64_t>("frozen_bytes", &args->frozen_bytes, {-1});
   call->Never<int32_t>("strategy", &args->strategy, {-1, 4});
-  call->Other<int64_t>("threads", &args->threads, {0, -1});  // of no matrices
+  call->Other<int64_t>("threads", &args->threads, {0, -1});  // there are no matrices, so `threads` is not used
   call->Never<int64_t>("matrices", &args->n_matrices, {-1, 1});
   call->Never<int32_t>("averages", &args->ema_dtype, {TX_F16, -1});
   if (p->n) call->Never<int32_t>("states", &states[0].exp_avg_dtype, {TX_NONE, TX_I64, 99});

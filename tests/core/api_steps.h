@@ -1,4 +1,4 @@
-// Legal calls of the steps.
+// Makes legal random calls of the AdamW and Muon steps (see api_call.h).
 #ifndef TESTS_CORE_API_STEPS_H
 #define TESTS_CORE_API_STEPS_H
 
@@ -16,7 +16,8 @@ inline bool IsScaled(tx_dtype dtype) {
   return dtype == TX_U8 || dtype == TX_F16;
 }
 
-// What a step is about, beside its own states: weights, masters, checksums, and what it leaves behind.
+// The arguments that all steps share: weights, masters, checksums, and the optional outputs for publishing, averages
+// and health.
 struct Weights {
   int64_t n;
   tx_tensor *params, *masters, *checksums, *steps, *changed, *moved, *distances, *emas, *ema_lows, *healths;
@@ -75,7 +76,7 @@ struct Weights {
       checksums[i] = call->Tensor(Blocks(numel, weight.master == TX_I16 ? TX_CHECKSUM : TX_SAMPLED), TX_I64);
     steps[i] = call->F32(static_cast<float>(random.Below(100)));
     meta[i] = {random.I64(), TX_BLOCK * static_cast<int64_t>(random.Below(3)), 0};
-    if (random.OneIn(2)) LeaveBehind(call, i);
+    if (random.OneIn(2)) AddOutputs(call, i);
     for (const auto &[name, list] : {std::pair{"params", params},
                                      {"masters", masters},
                                      {"checksums", checksums},
@@ -94,7 +95,7 @@ struct Weights {
                  [=] { std::memcpy(static_cast<void *>(step), &wrong, sizeof wrong); });
     if (i > 0) call->Overlaps("params[" + std::to_string(i) + "]", &params[i], &params[0]);
   }
-  void LeaveBehind(Call *call, int64_t i) {
+  void AddOutputs(Call *call, int64_t i) {
     Random &random = call->random;
     const int64_t numel = params[i].numel;
     changed[i] = call->Tensor((numel + 7) / 8, TX_U8);

@@ -1,4 +1,5 @@
-// Tensors for tests of the operators: bytes at an address that may be odd, between guards, read and written as numbers.
+// Tensors for the tests of operators: bytes at an address that may be odd, between guard bytes, read and written as
+// numbers.
 #ifndef TX_TESTS_CORE_ARRAYS_H
 #define TX_TESTS_CORE_ARRAYS_H
 
@@ -16,7 +17,7 @@ extern "C" {
 #include "csrc/ops/check.h"
 }
 
-// Sizes around lanes and blocks, and one that several threads share.
+// Sizes around the numbers of SIMD lanes and the block size, and one that is divided between threads.
 #ifdef TX_SLOW
 inline constexpr int64_t kLarge = 16384 + 333;
 #else
@@ -45,12 +46,12 @@ class Array {
   const uint8_t *data() const { return raw_.data() + begin_; }
   size_t byte_count() const { return static_cast<size_t>(n_ * tx_element_size(dtype_)); }
   tx_tensor tensor() { return {data(), n_, dtype_, 0}; }
-  // Elements [begin, end).
+  // The tensor of the elements [begin, end).
   tx_tensor slice(int64_t begin, int64_t end) {
     return {data() + begin * tx_element_size(dtype_), end - begin, dtype_, 0};
   }
 
-  // Everything, the guards included: equal copies mean that nothing was written at all.
+  // All bytes including the guards: if a copy of them is equal later, nothing was written.
   const std::vector<uint8_t> &raw() const { return raw_; }
   std::vector<uint8_t> bytes() const { return {data(), data() + byte_count()}; }
   bool GuardsIntact() const {
@@ -61,10 +62,10 @@ class Array {
     return true;
   }
 
-  // As numbers: plain dtypes.
+  // Elements as numbers; for the plain dtypes.
   float Get(int64_t i) const { return tx_load(data(), i, dtype_); }
   void Set(int64_t i, float x) { tx_store(data(), i, dtype_, x); }
-  // As stored.
+  // Elements as they are stored.
   template <typename T>
   T Word(int64_t i) const {
     T word;
@@ -76,7 +77,8 @@ class Array {
     std::memcpy(data() + i * static_cast<int64_t>(sizeof word), &word, sizeof word);
   }
 
-  // Gradients as they come: normal, with sizes that differ by orders of magnitude from stretch to stretch.
+  // Realistic gradients: normally distributed, with magnitudes that differ by orders of magnitude between stretches of
+  // 50 elements.
   Array &Fill(uint32_t seed, float size = 1.0f) {
     std::mt19937 generator(seed);
     std::normal_distribution<float> normal;
@@ -87,7 +89,7 @@ class Array {
     }
     return *this;
   }
-  // Any bytes at all: every NaN, every subnormal.
+  // Random bytes, which include NaNs and subnormal numbers.
   Array &FillBytes(uint32_t seed) {
     std::mt19937 generator(seed);
     for (size_t i = 0; i < byte_count(); i++)
@@ -106,7 +108,7 @@ inline tx_tensor None() {
   return {nullptr, 0, TX_NONE, 0};
 }
 
-// int64 values as a tensor.
+// A tensor of int64 values.
 class Counts : public Array {
  public:
   explicit Counts(std::vector<int64_t> values) : Array(TX_I64, static_cast<int64_t>(values.size())) {
@@ -120,7 +122,8 @@ inline std::string DtypeName(tx_dtype dtype) {
   return tx_dtype_name(dtype);
 }
 
-// A call that must fail: `call` takes a tx_error *; `written` may not change by a byte.
+// Checks that a call fails with `status` and a message that contains `says`, with or without an error buffer, and that
+// no byte of the arrays in `written` changes. `call` takes a tx_error *.
 template <typename Call>
 void ExpectRefused(Call call, tx_status status, const std::string &says, const std::vector<const Array *> &written) {
   std::vector<std::vector<uint8_t>> before;

@@ -1,5 +1,5 @@
-// Block scales: the least exponent, exact decoding, encoding again gives the same bytes, what zeros and non-finite
-// values become.
+// Block-scaled formats: the encoder picks the smallest exponent that fits, decoding is exact, encoding a decoded block
+// gives the same bytes, and how zeros and non-finite values are encoded.
 #include "csrc/math/block_scale.h"
 
 #include <gtest/gtest.h>
@@ -32,7 +32,7 @@ struct Block {
   bool operator==(const Block &) const = default;
 };
 
-// Thresholds for a block; none: nearest.
+// The rounding thresholds of a block; empty: round to nearest.
 using Thresholds = std::vector<uint32_t>;
 
 Block Encode(tx_block_format f, const std::vector<float> &x, const Thresholds &u) {
@@ -57,7 +57,8 @@ std::vector<float> Decode(tx_block_format f, const Block &block) {
   return x;
 }
 
-// What a state stands for and comes back from: sqrt formats are squared in fp32 and rooted again.
+// The values after a round trip through the logical state: formats that store sqrt(v) are squared in fp32, and the root
+// is taken again.
 std::vector<float> ThroughLogical(const Format &c, std::vector<float> x) {
   if (c.root) {
     for (float &value : x)
@@ -66,11 +67,11 @@ std::vector<float> ThroughLogical(const Format &c, std::vector<float> x) {
   return x;
 }
 
-// Blocks of every kind: narrow and wide ranges, one large element, zeros among them, near the ends of fp32.
+// Blocks of all kinds: narrow and wide ranges, one large element, some zeros, and magnitudes near the limits of fp32.
 std::vector<float> RandomBlock(const Format &c, std::mt19937 &random, int kind) {
   std::normal_distribution<float> normal;
   const size_t n = kind % 5 == 0 ? 1 + random() % 127 : 128;
-  // sqrt(v) of an fp32 v: never below 2^-75 nor above 2^64.
+  // The sqrt of an fp32 number is never below 2^-75 nor above 2^64.
   const int lowest = c.root ? -74 : -148, highest = c.root ? 60 : 122;
   const int centre = lowest + static_cast<int>(random() % static_cast<uint32_t>(highest - lowest + 1));
   const float spread = kind % 3 == 0 ? 0.0f : kind % 3 == 1 ? 2.0f : 12.0f;
@@ -131,8 +132,8 @@ TEST(BlockScale, TheExponentIsTheLeastThatHoldsAmax) {
   }
 }
 
-// Every code at every exponent that encode uses: its value, and for roots the square, are exact in fp32; and so the
-// block comes back.
+// Every code at every exponent that the encoder uses is exact in fp32, and so is the square of a root. So a block
+// survives decoding and encoding.
 TEST(BlockScale, EveryCodeAtEveryExponentIsExactAndStays) {
   for (const Format &c : kFormats) {
     const uint32_t step = kExhaustive ? 1 : 7;
@@ -168,14 +169,16 @@ TEST(BlockScale, EncodingADecodedBlockGivesTheSameBytesWhateverTheRounding) {
       const int32_t amax = tx_block_amax_bits(x.data(), static_cast<int32_t>(x.size()));
       doubled += block.scale + 1 == tx_scale_exponent(c.format, amax) + 127;
     }
-    // The rule that makes it so is at work. Where MAX is near a power of two, rounding down to MAX/2 takes luck.
+    // The rule that ensures this, doubling the codes, was exercised. If MAX is near a power of two, rounding down to
+    // MAX/2 is rare.
     if (c.reference.mantissa_bits < 10) {
       EXPECT_GT(doubled, 0) << c.name;
     }
   }
 }
 
-// Against a table of values: nearest is the nearest, a threshold gives one of the two neighbours, never further.
+// Compared with a table of all values: nearest rounding gives the nearest value, threshold rounding one of the two
+// neighbours.
 TEST(BlockScale, CodesAreThoseOfTheTable) {
   std::mt19937 random(2);
   for (const Format &c : kFormats) {
@@ -192,7 +195,7 @@ TEST(BlockScale, CodesAreThoseOfTheTable) {
         const double scaled = std::ldexp(std::fabs(static_cast<double>(x[i])), -plan.exponent);
         uint32_t code = u.empty() ? table.Nearest(scaled, ~0u) : table.Threshold(scaled, u[i]);
         if (c.root && x[i] > 0 && code == 0) code = 1;
-        if (plan.keep == 0) code = 0; /* a block of (near) zeros */
+        if (plan.keep == 0) code = 0; /* a block of zeros, or of values too small for any code */
         if (doubled) code = code < one ? 2 * code : code + one;
         if (!c.root && std::signbit(x[i]) && plan.keep != 0) code |= c.format.sign_bit;
         ASSERT_EQ(block.codes[i], code) << c.name << " " << x[i];
@@ -202,14 +205,15 @@ TEST(BlockScale, CodesAreThoseOfTheTable) {
 }
 
 TEST(BlockScale, ARoundedDownMaximumDoublesTheCodes) {
-  // 225 rounds to 224 = MAX/2 at k = 0: k becomes -1 and 224 the code of 448, 0.01 (subnormal code 5) that of 10.
+  // 225 rounds to 224 = MAX/2 at k = 0. So k becomes -1, 224 gets the code of 448, and 0.01 (subnormal code 5) the code
+  // 10.
   const Block e4m3 = Encode(tx_block_e4m3(), {225.0f, 0.01f, -16.0f}, {});
   EXPECT_EQ(e4m3, (Block{126, {0x7eu, 0x0au, 0x80u | 0x60u}}));
   const Block e4m4 = Encode(tx_block_root_e4m4(), {249.0f, 0.01f}, {});
   EXPECT_EQ(e4m4, (Block{126, {0xffu, 0x14u}}));
   const Block f16 = Encode(tx_block_f16(), {32753.0f, 0x1p-24f}, {});
   EXPECT_EQ(f16, (Block{126, {0x7bffu, 0x0002u}}));
-  // At the least exponent there is no lower one.
+  // At the smallest exponent the codes cannot be doubled.
   for (const Format &c : kFormats) {
     const float least = std::ldexp(static_cast<float>(c.reference.max) / 2, c.format.min_exponent);
     const uint32_t half = c.format.element.max_code - (1u << c.reference.mantissa_bits);
@@ -223,7 +227,7 @@ TEST(BlockScale, ZerosAreScaleAndCodesZero) {
     EXPECT_EQ(Encode(c.format, {0.0f, -0.0f, 0.0f}, {}), (Block{0, {0, 0, 0}})) << c.name;
     EXPECT_EQ(Encode(c.format, {0.0f, -0.0f, 0.0f}, {~0u, ~0u, ~0u}), (Block{0, {0, 0, 0}})) << c.name;
     EXPECT_EQ(Encode(c.format, {}, {}), (Block{0, {}})) << c.name;
-    // Too small for the least code: zeros too, for the block to come back. A root is never too small.
+    // Values below the smallest code give a block of zeros, which survives a round trip. A root is never that small.
     const Block tiny = Encode(c.format, {c.root ? 0x1p-75f : 0x1p-149f, -0.0f}, {});
     EXPECT_EQ(tiny == (Block{0, {0, 0}}), !c.root) << c.name;
     EXPECT_EQ(Decode(c.format, {0, {0, 0}}), (std::vector<float>{0.0f, 0.0f})) << c.name;
@@ -243,7 +247,7 @@ TEST(BlockScale, ANonFiniteValueOrOneTooLargeMakesTheWholeBlockNan) {
       EXPECT_TRUE(std::isnan(x)) << c.name;
     const Block fits = Encode(c.format, {largest, 0.0f}, {~0u, ~0u});
     EXPECT_EQ(Decode(c.format, fits)[0], largest) << c.name;
-    // fp32 itself ends within a little more than a factor of two (its root, for a root within an eighth of the square).
+    // The largest value is within a factor of two of fp32's (for roots: its square is within an eighth).
     EXPECT_GT(static_cast<double>(largest) * (c.root ? static_cast<double>(largest) : 2.0), 0x1.fffffep127 * 0.87)
         << c.name;
   }
@@ -267,7 +271,7 @@ TEST(BlockScale, TheSmallestValuesOfFp32Survive) {
     if (c.root) {
       EXPECT_NEAR(x / tiny, 1.0f, 0.5f) << c.name;
     } else {
-      EXPECT_LE(x, 0x1p-136f) << c.name; /* the least code at the least exponent: 2^-128, 2^-135 */
+      EXPECT_LE(x, 0x1p-136f) << c.name; /* the smallest code at the smallest exponent: 2^-128, 2^-135 */
     }
     const float small = c.root ? 0x1p-60f : 0x1p-120f;
     EXPECT_NEAR(Decode(c.format, Encode(c.format, {small}, {}))[0] / small, 1.0f, 0x1p-4f) << c.name;

@@ -1,4 +1,5 @@
-// A block encoded with one element's functions of csrc/math/block_scale.h at a time: what the loops must equal.
+// Encodes one block of values, one element at a time, with the functions of csrc/math/block_scale.h. The vectorised
+// loops have to give the same codes.
 #ifndef TX_TESTS_CORE_BLOCKS_H
 #define TX_TESTS_CORE_BLOCKS_H
 
@@ -8,7 +9,8 @@ extern "C" {
 #include "csrc/math/block_scale.h"
 }
 
-// Codes of n values; returns the scale byte. u: n thresholds, or nullptr for nearest.
+// Writes the codes of n values; returns the block's scale byte. u: n rounding thresholds, or nullptr to round to
+// nearest.
 inline uint8_t EncodeBlock(tx_block_format f, const float *x, int32_t n, const uint32_t *u, uint32_t *codes) {
   const tx_block_plan plan = tx_block_plan_from(f, tx_block_amax_bits(x, n));
   uint32_t largest = 0;

@@ -1,4 +1,4 @@
-// tx_layout_boxes: a flat slice of a tensor as boxes.
+// tx_layout_boxes: divides a flat slice of a tensor into boxes.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -16,7 +16,7 @@ using Numbers = std::vector<int64_t>;
 
 struct Found {
   tx_status status;
-  std::vector<Numbers> boxes;  // each the offsets, then the sizes
+  std::vector<Numbers> boxes;  // for each box the offsets, then the sizes
   std::string message;
 };
 
@@ -151,7 +151,7 @@ TEST(BoxesProperty, EveryElementOnceInMemoryOrderAndAtMost2kMinus1Boxes) {
     }
     int64_t at = start;
     for (const Numbers &box : found.boxes) {
-      // The elements of the box, in order of their addresses.
+      // The addresses of the box's elements, ascending.
       Numbers addresses = {0};
       for (size_t d = 0; d < ndim; d++) {
         Numbers longer;

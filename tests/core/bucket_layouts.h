@@ -1,4 +1,5 @@
-// Where gradients lie in a bucket, for tests of packing: gaps, unused parameters, many units, many tiny ones.
+// Bucket layouts for the tests of packing: where each gradient is placed in a bucket, with gaps, unused parameters,
+// buckets of several work units, and many tiny gradients.
 #ifndef TX_TESTS_CORE_BUCKET_LAYOUTS_H
 #define TX_TESTS_CORE_BUCKET_LAYOUTS_H
 
@@ -24,7 +25,7 @@ inline const std::vector<Layout> kLayouts = {
     {"all_unused", 1024, {0, 256, 512}, {0, 0, 0}},
     {"unused_at_the_end", 256, {0, 256}, {256, 0}},
     {"many_units", 5 * 16384, {0, 16384 - 128, 3 * 16384}, {16000, 25000, 2 * 16384}},
-    {"thousand_tiny", 128000, {}, {}}, /* filled in below */
+    {"thousand_tiny", 128000, {}, {}}, /* filled in by Filled() */
 };
 
 inline Layout Filled(Layout layout) {

@@ -1,4 +1,4 @@
-// csrc/core/coalesce: which buckets travel together.
+// csrc/core/coalesce: which buckets are sent in one message.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -17,7 +17,8 @@ using Numbers = std::vector<int64_t>;
 constexpr int64_t kMiB = 1 << 20;
 constexpr double kInf = std::numeric_limits<double>::infinity();
 
-// The link between two ranks that want the sum on which a MiB of a bucket takes so many milliseconds.
+// The speed of a link, in Gbit/s, on which 1 MiB of a bucket takes `ms` milliseconds, for two ranks that both get the
+// sum.
 double Link(double ms) {
   return static_cast<double>(kMiB) * 8e-6 / ms;
 }
@@ -27,7 +28,7 @@ struct Case {
   Numbers bytes;
   double link_gbps;
   Numbers ends;
-  Numbers buffer = {};  // empty: all in one
+  Numbers buffer = {};  // empty: all in one buffer
   int64_t world = 2;
   int32_t sharded = 0, compressed = 0;
 };
@@ -64,7 +65,7 @@ Numbers Each(int64_t n, int64_t value) {
   return Numbers(static_cast<size_t>(n), value);
 }
 
-// step, 2 * step, ... until n
+// step, 2 * step, ... up to n
 Numbers Every(int64_t n, int64_t step) {
   Numbers found;
   for (int64_t i = step; i <= n; i += step)
@@ -94,7 +95,7 @@ const Case kCases[] = {
      Every(40, 5)},
     {"what_takes_a_little_more_than_2500_us_is_not", Each(40, kMiB / 4), Link(10.1), Every(40, 1)},
     {"until_it_takes_10_ms", Each(64, kMiB / 4), Link(8), Every(64, 5) + Numbers{64}},
-    // 2 ms each: five of them would take 10, but a quarter of all, or half of a small buffer, is the most.
+    // 2 ms each. Five would take 10 ms, but a message has at most a quarter of the buffer, or half of a small one.
     {"a_quarter_of_the_buffer_at_most", Each(40, kMiB / 2), Link(1), Every(40, 10)},
     {"half_of_a_small_buffer_at_most", Each(8, kMiB), Link(2), {4, 8}},
     {"eight_megabytes_at_most", Each(64, 3 * kMiB), Link(0.7), Every(64, 2)},
@@ -108,7 +109,7 @@ const Case kCases[] = {
     {"a_buffer_a_little_too_large_to_leave_at_once", Each(8, kMiB) + Numbers{1}, Link(0.1), {4, 8, 9}},
     {"small_buffers_on_a_fast_link", Each(6, kMiB), Link(0.1), {4, 6}, {0, 0, 0, 0, 1, 1}},
     {"a_link_without_bounds", Each(8, kMiB), kInf, {8}},
-    // As much of a bucket is sent as by one of two ranks where it is half as fast.
+    // More ranks send more bytes per bucket: the same number of buckets is joined if the link is faster by that factor.
     {"of_many_ranks_nearly_twice_as_much_is_sent", Each(40, kMiB / 4), Link(5.01), Every(40, 1), {}, 1 << 20},
     {"and_of_four_half_more", Each(40, kMiB / 4), Link(9.9 / 1.5), Every(40, 5), {}, 4},
     {"of_sums_that_stay_where_they_are_half", Each(40, kMiB / 4), Link(19.8), Every(40, 5), {}, 2, 1},
@@ -177,7 +178,8 @@ TEST(Coalesce, most_is_a_quarter_but_half_of_what_is_small) {
   }
 }
 
-// Two messages, both ways, and what they are expanded into: no more than two of uncompressed buckets that are joined.
+// Memory of two compressed messages in both directions and of their expanded form: at most that of two uncompressed
+// messages of joined buckets.
 TEST(Coalesce, compressed_ones_take_no_more_memory) {
   for (const int64_t buffer : {int64_t{0}, 2 * kMiB, 15 * kMiB, 24 * kMiB, 400 * kMiB, INT64_MAX}) {
     for (const int32_t sharded : {0, 1}) {
@@ -202,7 +204,7 @@ TEST(Coalesce, compressed_and_sharded_ones_have_limits_of_their_own) {
   const struct {
     int32_t sharded, compressed;
     int64_t first;
-  } cases[] = {{0, 0, 16}, {0, 1, 4}, {1, 0, 8}, {1, 1, 2}};  // of 8, 2.4, 4 and 1.2 MiB
+  } cases[] = {{0, 0, 16}, {0, 1, 4}, {1, 0, 8}, {1, 1, 2}};  // the limits are 8, 2.4, 4 and 1.2 MiB
   for (const auto &limits : cases) {
     const Found found = Coalesce({"", Each(64, kMiB / 2), Link(0.6), {}, {}, 2, limits.sharded, limits.compressed});
     ASSERT_EQ(found.status, TX_OK);

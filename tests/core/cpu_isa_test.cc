@@ -1,4 +1,5 @@
-// Choosing an instruction set: every one the library was built for runs here or is named as skipped.
+// Selecting an instruction set: each one that the library was built for is tested here, or skipped by name if the
+// processor does not have it.
 #include <gtest/gtest.h>
 
 #include <cstdlib>

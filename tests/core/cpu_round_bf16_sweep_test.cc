@@ -1,4 +1,5 @@
-// The processor's own conversion to bf16 with its fix-up, on any machine: models stand in for the two instructions.
+// The processor's own conversion to bf16 and the fix-up for its exceptions. Models replace the two instructions, so
+// this runs on any machine.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -9,9 +10,10 @@
 
 namespace {
 
-int ordinary_groups = 0;
+int special_groups = 0;
 
-// vcvtne2ps2bf16: nearest even, subnormals are zeros, a NaN is made quiet and keeps its sign and payload.
+// Model of vcvtne2ps2bf16: rounds to nearest even, treats subnormals as zeros, makes NaNs quiet and keeps their sign
+// and payload.
 void ConvertGroup(const void *from, void *to) {
   for (int i = 0; i < 32; ++i) {
     uint32_t bits;
@@ -24,13 +26,13 @@ void ConvertGroup(const void *from, void *to) {
   }
 }
 
-// vfpclassps with subnormal, quiet and signalling NaN.
+// Model of vfpclassps with the classes subnormal, quiet NaN and signalling NaN.
 bool GroupIsSpecial(const void *from) {
   for (int i = 0; i < 32; ++i) {
     float x;
     std::memcpy(&x, static_cast<const char *>(from) + 4 * i, 4);
     if (std::isnan(x) || std::fpclassify(x) == FP_SUBNORMAL) {
-      ++ordinary_groups;
+      ++special_groups;
       return true;
     }
   }
@@ -53,18 +55,19 @@ void ExpectNearest(const std::vector<float> &x, const char *what) {
   ASSERT_EQ(to.back(), 0xabcd) << what;
 }
 
-// Every upper half, with lower halves at and around the tie: both signs of normals, subnormals, zeros, Inf, NaN.
+// Every upper half of an fp32 pattern, with lower halves at and around the tie: normals, subnormals, zeros, Inf and NaN
+// of both signs.
 TEST(NearestBf16, EveryUpperHalfIsRoundedAsEverywhereElse) {
-  ordinary_groups = 0;
+  special_groups = 0;
   for (const uint32_t lower : {0x0000u, 0x0001u, 0x7fffu, 0x8000u, 0x8001u, 0xffffu}) {
     std::vector<float> x;
     for (uint32_t upper = 0; upper <= 0xffffu; ++upper)
       x.push_back(tx_f32_from_bits(upper << 16 | lower));
     ExpectNearest(x, "sweep");
   }
-  // exponents 0 and 255 are 4 + 4 groups for each sign, less the lower half 0's zeros and Infs among NaNs
-  EXPECT_GE(ordinary_groups, 6 * 16 - 2);
-  EXPECT_LE(ordinary_groups, 6 * 16);
+  // Exponents 0 and 255 are 4 + 4 groups per sign; lower half 0 also has zeros and Infs among the NaNs.
+  EXPECT_GE(special_groups, 6 * 16 - 2);
+  EXPECT_LE(special_groups, 6 * 16);
 }
 
 TEST(NearestBf16, OneOddValueInAnyPlaceOfAGroupIsSeen) {

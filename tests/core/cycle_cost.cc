@@ -1,4 +1,4 @@
-// The plan of a case, the program that a rank runs, and the world in which it does.
+// The simulation behind Predict: a case's plan of buckets, the program that each rank runs, and the world.
 #include "tests/core/cycle_cost.h"
 
 #include <algorithm>
@@ -27,13 +27,14 @@ int64_t DtypeBytes(int32_t dtype) {
   return bytes;
 }
 
-// Where every rank gets the sums.
+// Bytes of the sums that every rank gets.
 int64_t GatheredBytes(const Case &given, int64_t numel) {
   const auto wire = static_cast<tx_dtype>(given.model.wire_dtype);
   return WireBytes(numel, tx_gather_dtype(static_cast<tx_dtype>(given.model.gather_dtype), wire));
 }
 
-// What is received, what is packed and what is gathered apart, as tx_memory_plan says it.
+// Memory while a bucket is reduced, by the rules of tx_memory_plan: received parts, the packed bucket, and sums that
+// are gathered into memory of their own.
 int64_t MemoryOf(const Case &given, const Bucket &bucket) {
   const Model &model = given.model;
   const bool trades = bucket.gathered_bytes > 0 && tx_trades(given.world, bucket.wire_bytes, bucket.gathered_bytes);
@@ -56,7 +57,7 @@ void PlanMemory(const Case &given, const tx_layout_args &layout, const std::vect
   args.n_buckets = static_cast<int64_t>(plan->buckets.size());
   args.states = states.data();
   args.in_flight = given.cluster.in_flight;
-  args.strategy = given.kind;  // numbered alike
+  args.strategy = given.kind;  // strategies and kinds have the same numbers
   args.gather_dtype = given.model.gather_dtype;
   tx_memory memory;
   tx_error error;
@@ -64,7 +65,7 @@ void PlanMemory(const Case &given, const tx_layout_args &layout, const std::vect
   plan->planned_bytes = memory.transient;
 }
 
-// Buckets of the planner's.
+// Uses the planner's buckets.
 void PlanBuckets(const Case &given, Plan *plan) {
   const Model &model = given.model;
   std::vector<tx_layout_param> params(model.params.size());
@@ -107,8 +108,8 @@ void PlanBuckets(const Case &given, Plan *plan) {
   PlanMemory(given, args, places, buckets, plan);
 }
 
-// Units of FSDP2, which cuts each parameter's first dimension into equal parts, padded; buckets of DDP's, in which the
-// hook begins each parameter at a block.
+// Uses the units of FSDP2, which shards each parameter's first dimension into equal, padded parts; or the buckets of
+// DistributedDataParallel, in which the hook aligns each parameter to a block.
 void TakeBuckets(const Case &given, Plan *plan) {
   const Model &model = given.model;
   const bool units = given.kind == TX_CYCLE_UNITS;
@@ -167,8 +168,8 @@ double SecondsOf(const Model &model, int64_t numel, double all) {
   return all * static_cast<double>(numel) / total;
 }
 
-// FSDP2: each unit's weights are gathered while the one before runs, in forward and, but for the root's, which stay,
-// again in backward.
+// A step under FSDP2: each unit's weights are all-gathered while the previous unit runs. This happens in forward, and
+// again in backward except for the root's, which stay unsharded.
 void AddUnits(const Case &given, const Plan &plan, std::vector<Op> *ops) {
   const Model &model = given.model;
   const auto n = static_cast<int64_t>(plan.buckets.size());

@@ -1,3 +1,4 @@
+// The phases of each collective (cycle_cost_exchange.h).
 #include "tests/core/cycle_cost_exchange.h"
 
 #include <algorithm>
@@ -5,7 +6,7 @@
 namespace cycle_cost {
 namespace {
 
-// There is a ring for each rank of a node, in which that one takes what comes from the node before.
+// NCCL uses one ring per rank of a node. In each ring, another rank receives from the previous node.
 int64_t Rings(const Network &network) {
   return network.nodes() > 1 ? network.ranks_per_node() : 1;
 }
@@ -71,7 +72,7 @@ int64_t NumberOfPeers(const Network &network, int world, To to) {
   }
 }
 
-// Each rank begins with its successor, so that not all of them send to rank 0 first.
+// Each rank starts with its successor, so that not all ranks send to rank 0 first.
 void ForEachPeer(const Network &network, int world, int rank, To to, const std::function<void(int)> &call) {
   const int here = network.ranks_per_node(), node = rank / here, local = rank % here;
   switch (to) {

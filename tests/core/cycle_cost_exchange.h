@@ -1,5 +1,5 @@
-// An exchange between all ranks as phases: in each a rank sends some messages of one size, and goes on when it has as
-// many.
+// The messages of a collective, as a sequence of phases. In each phase a rank sends some messages of one size; it goes
+// on to the next phase when it has received as many.
 #ifndef TESTS_CORE_CYCLE_COST_EXCHANGE_H
 #define TESTS_CORE_CYCLE_COST_EXCHANGE_H
 
@@ -12,27 +12,27 @@ namespace cycle_cost {
 
 enum class To {
   kAll,
-  kNode,      // the others of its node
-  kSameRank,  // those of its number in the other nodes
-  kNext       // in each ring, the next one
+  kNode,      // the other ranks of the same node
+  kSameRank,  // the ranks with the same number within the other nodes
+  kNext       // the next rank, in each ring
 };
 
 struct Phase {
   To to;
-  int64_t bytes;       // of a message
-  int64_t sum_bytes;   // added up when all have come
-  int64_t last_bytes;  // more, of the last one: where a part is not cut evenly into rings
+  int64_t bytes;       // of one message
+  int64_t sum_bytes;   // of the sum that is computed when all messages have arrived
+  int64_t last_bytes;  // extra bytes of the last message, if a part cannot be divided evenly into the rings
 };
 
-// Of a message of `bytes` whose parts are summed by their ranks; gathered_bytes: and its sums go to all of them, 0:
-// not.
+// The phases that reduce a bucket of `bytes`, each part being summed by the rank that owns it. gathered_bytes: size of
+// the sums that are then all-gathered; 0: they are not.
 std::vector<Phase> Reduction(const Case &given, const Network &network, int64_t numel, int64_t bytes,
                              int64_t gathered_bytes);
 
-// Every rank has a part of `bytes`, and gets the others'.
+// The phases of an all-gather of `bytes` in total, of which every rank has one part.
 std::vector<Phase> Gather(const Case &given, const Network &network, int64_t bytes);
 
-// Calls with each rank that a rank sends to, in turn.
+// Calls `call` with each rank that `rank` sends to, in order.
 void ForEachPeer(const Network &network, int world, int rank, To to, const std::function<void(int)> &call);
 
 int64_t NumberOfPeers(const Network &network, int world, To to);

@@ -1,10 +1,10 @@
-// Predicts what training steps cost (tests/core/cycle_cost.h): reads clusters, models and cases from standard input,
-// writes a line of JSON for each case. tests/bench/cost makes the input.
+// Predicts what training steps cost (tests/core/cycle_cost.h). Reads clusters, models and cases from standard input;
+// writes one line of JSON per case. tests/bench/cost generates the input.
 //
 //     cluster RANKS_PER_NODE WITHIN BETWEEN NODE_BYTES_PER_SECOND POST_SECONDS SUM_BYTES_PER_SECOND
-//         (WITHIN, BETWEEN: LATENCY BYTES_PER_SECOND MESSAGE_SECONDS, of the cases below; on one line)
+//         (on one line; for the cases that follow. WITHIN, BETWEEN: LATENCY BYTES_PER_SECOND MESSAGE_SECONDS)
 //     model PARAM_DTYPE GRAD_DTYPE WIRE_DTYPE GATHER_DTYPE FORWARD_SECONDS BACKWARD_SECONDS STEP_SECONDS
-//     param NUMEL ROWS UNIT BUCKET        of that model, in registration order
+//     param NUMEL ROWS UNIT BUCKET        a parameter of that model, in registration order
 //     case KIND HOW WORLD CAP CHECK_FOR_NAN       numbers of tx_cycle_kind and cycle_cost::How; CAP 0: the default
 #include <cinttypes>
 #include <cstdio>
@@ -38,7 +38,7 @@ void Print(const cycle_cost::Cost &cost) {
   std::fflush(stdout);
 }
 
-// Whether the line is one.
+// Processes one line of input; returns false if it is not valid.
 bool Read(const std::string &line, cycle_cost::Case *one) {
   std::istringstream in(line);
   std::string word;

@@ -1,3 +1,4 @@
+// The simulated network (cycle_cost_network.h).
 #include "tests/core/cycle_cost_network.h"
 
 #include <algorithm>

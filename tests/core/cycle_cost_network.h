@@ -1,5 +1,6 @@
-// Links in time. A message passes some queues in turn, as a stream of bytes: a queue starts to pass it on as soon as
-// its first byte is there, takes as long as its own speed asks for, and ends not before the last byte has come.
+// A simulated network. A message passes through several queues (links) as a stream of bytes: a queue can start to
+// forward it when the first byte has arrived, needs the time that its own bandwidth takes, and cannot finish before the
+// last byte has arrived.
 #ifndef TESTS_CORE_CYCLE_COST_NETWORK_H
 #define TESTS_CORE_CYCLE_COST_NETWORK_H
 
@@ -12,23 +13,23 @@
 
 namespace cycle_cost {
 
-// A queue that serves one after the other.
+// A queue that serves one request at a time, first in, first out.
 struct Queue {
   double free = 0;
 
-  // What comes at `begin` and takes `seconds`: until when.
+  // Serves a request that arrives at `begin` and takes `seconds`; returns when it is finished.
   double Serve(double begin, double seconds) {
     free = (begin > free ? begin : free) + seconds;
     return free;
   }
 };
 
-// What happens when. Events of one time happen in the order in which they were planned.
+// The event queue of the simulation. Events of the same time run in the order in which they were scheduled.
 class Clock {
  public:
   using Call = std::function<void()>;
   void At(double time, Call call);
-  // Until nothing is left.
+  // Runs events until none is left.
   void Run();
   double now() const { return now_; }
   int64_t events() const { return events_; }
@@ -49,7 +50,8 @@ class Clock {
   int64_t events_ = 0;
 };
 
-// Ranks are numbered as in the world; those of nodes that are not simulated stand for the same rank of one that is.
+// Ranks have their numbers of the whole world. If only some nodes are simulated, a rank of another node is represented
+// by the corresponding rank of a simulated node.
 class Network {
  public:
   Network(const Cluster &cluster, int world, int simulated_nodes, Clock *clock);
@@ -61,7 +63,8 @@ class Network {
     return rank / ranks_per_node_ % simulated_nodes_ * ranks_per_node_ + rank % ranks_per_node_;
   }
 
-  // From a simulated rank, now. arrived(time) is called when the message's last queue is known, at that time or before.
+  // Sends a message from a simulated rank at the current time. `arrived` gets the arrival time of the last byte; it is
+  // called at that time or earlier, as soon as that time is known.
   void Send(int from, int to, int64_t bytes, std::function<void(double)> arrived);
 
  private:
@@ -69,7 +72,7 @@ class Network {
     Queue poster, out_within, in_within, out_between, in_between;
   };
   struct Passage {
-    double head, end;  // of its first and last byte, behind a queue
+    double head, end;  // when the first and the last byte leave a queue
   };
   static Passage Pass(Queue *queue, Passage before, double bytes_per_second, double message_seconds, int64_t bytes);
 

@@ -1,3 +1,4 @@
+// The simulated rank (cycle_cost_rank.h).
 #include "tests/core/cycle_cost_rank.h"
 
 #include <algorithm>
@@ -165,7 +166,7 @@ void Rank::Read() {
   tx_cycle_read(cycle_, rows.data(), scratch.data(), 0);
 }
 
-// -- exchanges: numbered as they are posted, in one order on all ranks ------------------------------------------------
+// -- exchanges: numbered in the order in which they are posted, which is the same on all ranks ------------------------
 
 Rank::Exchange &Rank::At(size_t exchange) {
   if (exchange >= exchanges_.size()) exchanges_.resize(exchange + 1);
@@ -197,11 +198,11 @@ void Rank::StartQueued() {
 
 void Rank::Start(size_t exchange) {
   At(exchange).posted = true;
-  GoOn(exchange);
+  SendPhase(exchange);
 }
 
-// Sends the messages of the phase that the exchange is in.
-void Rank::GoOn(size_t exchange) {
+// Sends the messages of the exchange's current phase.
+void Rank::SendPhase(size_t exchange) {
   const Exchange &e = At(exchange);
   if (e.phase == e.phases.size()) return Finish(exchange);
   const Network &network = world_->network;
@@ -218,7 +219,7 @@ void Rank::GoOn(size_t exchange) {
     world_->network.Send(number_, peer, bytes, [=](double time) { receiver->Arrived(exchange, k, time); });
   });
   if (peers == 0) throw std::logic_error("a phase without messages");
-  Arrived(exchange, k, -1);  // they may all have come before
+  Arrived(exchange, k, -1);  // all messages of this phase may have arrived before
 }
 
 void Rank::Arrived(size_t exchange, size_t phase, double time) {
@@ -237,7 +238,7 @@ void Rank::Arrived(size_t exchange, size_t phase, double time) {
   world_->clock.At(summed, [this, exchange] {
     At(exchange).sums = false;
     At(exchange).phase++;
-    GoOn(exchange);
+    SendPhase(exchange);
   });
 }
 

@@ -1,5 +1,5 @@
-// tests/core/cycle_cost.h: times that can be worked out by hand, and what must hold between them. That bytes are those
-// of real ranks is shown by tests/distributed/test_predicted_bytes.py.
+// tests/core/cycle_cost.h: predicted times that can be computed by hand, and relations between predictions.
+// tests/distributed/test_predicted_bytes.py compares the bytes with real ranks.
 #include "tests/core/cycle_cost.h"
 
 #include <gtest/gtest.h>
@@ -18,7 +18,7 @@ constexpr int kLarge = 32;
 
 constexpr double kLatency = 1e-3, kSpeed = 1e8;
 
-// One bucket of 128 * 1024 elements in bf16, no computation.
+// One bucket of 128 * 1024 elements in bf16, without computation.
 Case One(int kind, int world) {
   Case one;
   one.cluster.ranks_per_node = 1;
@@ -30,7 +30,7 @@ Case One(int kind, int world) {
   return one;
 }
 
-// Layers of a model, in clusters of nodes of 4.
+// A model of 12 layers, on nodes of 4 ranks.
 Case Many(int kind, How how, int world) {
   Case many = One(kind, world);
   many.how = how;
@@ -46,8 +46,8 @@ Case Many(int kind, How how, int world) {
 }
 
 TEST(CycleCost, OneMessageOnALink) {
-  // Two ranks send each other the bucket in fp8, whose sums would be bf16, and beside it a report of 16 bytes and one
-  // for the parameter.
+  // Two ranks send each other the whole bucket in fp8, because the sums would be gathered in bf16. In addition they
+  // send a report of 16 bytes plus one byte for the parameter.
   Case one = One(TX_CYCLE_NO_SHARD, 2);
   one.model.wire_dtype = TX_U8;
   const Cost cost = Predict(one);
@@ -64,7 +64,7 @@ TEST(CycleCost, AllToAllAndGatherTakeTheirPartsInTurn) {
   EXPECT_EQ(cost.gradient_bytes, 6 * 2 * 128 * 1024 / 4);
   EXPECT_EQ(cost.report_bytes, 3 * 17);
   EXPECT_EQ(cost.messages, 9);
-  // Three parts out, three in at the same time; then the sums. Reports go while parts travel.
+  // Three parts are sent while three are received; then the same for the sums. Reports are sent in parallel.
   EXPECT_NEAR(cost.seconds, 2 * kLatency + 6 * part / kSpeed, 3 * 17 / kSpeed);
 }
 
@@ -113,13 +113,13 @@ TEST(CycleCost, AnInjectionLimitIsANodesNotARanks) {
   free.model.forward_seconds = free.model.backward_seconds = 0;
   free.cluster.node_bytes_per_second = 0;
   Case limited = free;
-  limited.cluster.node_bytes_per_second = 1e9;  // of one rank of four
+  limited.cluster.node_bytes_per_second = 1e9;  // the bandwidth of one rank, for four
   const double ratio = Predict(limited).seconds / Predict(free).seconds;
   EXPECT_GT(ratio, 3);
   EXPECT_LT(ratio, 4.1);
 }
 
-// Nodes that do the same at the same time are simulated as one: the figures are those of all.
+// Nodes that behave identically are simulated by one node: the results have to equal those of simulating all.
 TEST(CycleCost, OneNodeStandsForAll) {
   for (int kind = 0; kind < 5; kind++) {
     for (How how : {How::kAllToAll, How::kTwoLevel, How::kRing}) {
@@ -143,7 +143,7 @@ TEST(CycleCost, MemoryUnderWayIsWithinThePlan) {
       for (int64_t cap : {int64_t{TX_NO_INT}, int64_t{100000}}) {
         Case many = Many(kind, How::kAllToAll, world);
         many.cap = cap;
-        many.model.backward_seconds = 0;  // buckets come faster than they leave
+        many.model.backward_seconds = 0;  // buckets become ready faster than they can be sent
         const Cost cost = Predict(many);
         EXPECT_GT(cost.in_flight_bytes, 0);
         EXPECT_LE(cost.in_flight_bytes, cost.planned_bytes) << kind << ' ' << world << ' ' << cap;

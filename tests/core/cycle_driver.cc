@@ -1,4 +1,4 @@
-// The driver of a rank: does what its machine asks for, over the network of its world.
+// A rank's driver: performs the actions of its state machine over the simulated network.
 #include <algorithm>
 
 #include "tests/core/cycle_rank.h"
@@ -7,7 +7,7 @@ namespace cycle_world {
 
 namespace {
 
-// Tags: gloo's, per reducer and cycle.
+// The tag of a message, as gloo has them: per reducer and cycle.
 int64_t TagOf(int64_t cycle, int64_t what) {
   return cycle * 1000 + what;
 }
@@ -19,7 +19,7 @@ void Rank::Post(int64_t tag, Exchange **exchange) {
   Exchange &e = world->exchanges[tag];
   int64_t delay = 1 + static_cast<int64_t>(world->random() % 8);
   for (const Fault &fault : world->spec.faults)
-    if (fault.what == Ill::kHeldBack && fault.rank == rank) delay += 40;
+    if (fault.what == FaultKind::kHeldBack && fault.rank == rank) delay += 40;
   e.posts++;
   e.ready_at = std::max(e.ready_at, world->now + delay);
   *exchange = &e;
@@ -42,7 +42,7 @@ void Rank::Send(const tx_cycle_action &action) {
   int64_t held = 0;
   for (size_t i = 0; i < grads.size(); i++)
     held += spec.kind == TX_CYCLE_UNITS && bucket_of_[i] == action.first && grads[i].held;
-  // The tag of a unit depends on its size, too: one that was used on some ranks only meets nothing.
+  // A unit's tag also depends on its size: if only some ranks used a parameter, their messages do not match.
   Message message{action.first, action.end, TagOf(Number(), action.first + 20 * held), false, false, {}};
   if (action.message != static_cast<int64_t>(messages_.size())) throw Wrong{"messages are not numbered in order"};
   int64_t under_way = 0;
@@ -87,12 +87,12 @@ void Rank::Send(const tx_cycle_action &action) {
   messages_.push_back(message);
 }
 
-// Whether what the action waits for is there. Throws in the name of the program where it never will be.
+// Whether the data that the action waits for have arrived. Throws into the program if they never will.
 bool Rank::Wait(const tx_cycle_action &action) {
   if (!waiting) {
     waiting = true;
     for (const Fault &fault : world->spec.faults) {
-      if (fault.what == Ill::kInterrupt && (fault.rank < 0 || fault.rank == rank) && fault.at == waits_) {
+      if (fault.what == FaultKind::kInterrupt && (fault.rank < 0 || fault.rank == rank) && fault.at == waits_) {
         waits_++;
         Throw();
         return false;
@@ -123,7 +123,7 @@ bool Rank::Wait(const tx_cycle_action &action) {
   return false;
 }
 
-// What the machine asks for: by tx_cycle_do.
+// Handlers of the machine's actions, by tx_cycle_do.
 const Rank::Doing Rank::kDoing[] = {nullptr,          &Rank::DoCheck,  &Rank::DoSend,      &Rank::DoInspect,
                                     &Rank::DoOrder,   &Rank::DoReport, &Rank::DoWait,      &Rank::DoRead,
                                     &Rank::DoInstall, &Rank::DoRaise,  &Rank::DoRecovered, &Rank::DoWeights};
@@ -147,7 +147,7 @@ bool Rank::DoCheck(const tx_cycle_action &action) {
   return true;
 }
 
-// FSDP2's units are checked when they are sent.
+// FSDP2's units are checked for non-finite gradients when they are sent.
 void Rank::CheckUnit(int64_t unit) {
   for (size_t i = 0; i < grads.size() && world->spec.check_for_nan; i++)
     if (bucket_of_[i] == unit && grads[i].held && grads[i].held_nan && first_bad_ < 0) first_bad_ = static_cast<int>(i);
@@ -260,7 +260,7 @@ bool Rank::DoRaise(const tx_cycle_action &action) {
     throw Wrong{"the last bucket is sent, although its gradients are not finite"};
   }
   verdict_of_cycle[Number() - 1] = action.text;
-  in_backward_ = false;  // it has ended: nothing is left of it
+  in_backward_ = false;  // the backward has ended, and nothing of it is left
   std::fill(broken_.begin(), broken_.end(), 0);
   NextOp();
   return true;
@@ -277,7 +277,7 @@ bool Rank::DoRecovered(const tx_cycle_action &) {
     if (g.travels && !tx_cycle_failure(cycle)) throw Wrong{"recovered while a gradient travels"};
     g.held = false;
     if (Shards(world->spec) && !g.there)
-      g.own = 0, g.has_own = false;  // else a hook raised: `.grad` is what torch leaves
+      g.own = 0, g.has_own = false;  // otherwise a hook raised, and `.grad` stays as torch leaves it
   }
   std::fill(broken_.begin(), broken_.end(), 0);
   tx_cycle_done(cycle, 0);
@@ -294,7 +294,8 @@ bool Rank::DoWeights(const tx_cycle_action &action) {
   return true;
 }
 
-// A step that is legal: it writes bucket by bucket, and each is gathered where ranks own parts of it.
+// Starts a legal optimizer step. It writes bucket by bucket; where ranks own parts of a bucket, each bucket's
+// all-gather is then started.
 void Rank::StartStep() {
   Count(kStepping);
   tx_cycle_stepping(cycle);
@@ -307,14 +308,14 @@ bool Rank::NextWeight() {
   int64_t buckets = 0;
   for (const int64_t bucket : bucket_of_)
     buckets = std::max(buckets, bucket + 1);
-  if (Suffers(Ill::kInterruptStep, next_weight_)) {
+  if (HasFault(FaultKind::kInterruptStep, next_weight_)) {
     Throw();
     return true;
   }
   if (next_weight_ == buckets) {
     Count(kStepped);
     tx_cycle_stepped(cycle);
-    at_ = At::kEnding;  // the gathers are waited for
+    at_ = At::kEnding;  // where it waits for the all-gathers
     return true;
   }
   for (size_t i = 0; i < bucket_of_.size(); i++)
@@ -332,7 +333,7 @@ bool Rank::NextWeight() {
   return true;
 }
 
-// Before a forward: every weight is the last step's, and has come from its owner.
+// Checked before a forward: every weight is that of the last step, and its all-gather has completed.
 void Rank::CheckWeights() const {
   if (tx_cycle_failure(cycle) || world->spec.world == 1) return;
   for (const int64_t step : weights_)
@@ -340,9 +341,9 @@ void Rank::CheckWeights() const {
   if (n_come_ < gather_tags_.size()) throw Wrong{"a forward uses weights that have not come"};
 }
 
-// parallelize again: the ranks agree, then each has another machine, which begins at 0.
+// Parallelizes again: the ranks agree, then each gets a new state machine, whose cycles are numbered from 0.
 void Rank::StartPlan() {
-  if (world->group_failed) return NextOp();  // it raises
+  if (world->group_failed) return NextOp();  // the call raises
   ZeroGrad();
   Exchange *e = nullptr;
   Post(TagOf(plan_ * 10000, kPlan), &e);
@@ -363,7 +364,7 @@ bool Rank::Plan() {
   plan_++;
   phase_seen_ = TX_PHASE_IDLE;
   n_steps_ = 0;
-  std::fill(weights_.begin(), weights_.end(), 0);  // rank 0's
+  std::fill(weights_.begin(), weights_.end(), 0);  // all ranks get the weights of rank 0
   gather_tags_.clear();
   n_come_ = 0;
   const bool other = plan_ % 2 && !spec.rebuilt_bucket_of.empty();

@@ -1,4 +1,4 @@
-// The gradients of a rank: what the strategies do to them, and what must be found in them.
+// The gradients of a rank: how the strategies change them, and what they have to be.
 #include <algorithm>
 
 #include "tests/core/cycle_rank.h"
@@ -37,13 +37,13 @@ void Rank::Prepare(int64_t i, int32_t flags) {
   if (flags & TX_PREPARE_TAKE) take();
 }
 
-// Autograd accumulates a gradient, between the two hooks.
+// Autograd accumulates a gradient, between the pre-hook and the post-hook.
 void Rank::Accumulate(int i) {
   const Spec &spec = world->spec;
   Gradient &g = grads[static_cast<size_t>(i)];
   const int step = program[static_cast<size_t>(pc)];
   const int64_t value = ValueOf(spec, rank, step, i);
-  const bool nan = Suffers(Ill::kNonfinite, i);
+  const bool nan = HasFault(FaultKind::kNonfinite, i);
   if (spec.kind == TX_CYCLE_UNITS) {
     g.held = true, g.held_value = value, g.held_nan = nan;
     g.own += value, g.has_own = true;
@@ -60,10 +60,10 @@ void Rank::Accumulate(int i) {
   } else {
     g.assigned += value, g.nan |= nan;
   }
-  if (!Suffers(Ill::kRaiseInHook, i)) Prepare(i, TX_PREPARE_TAKE);
+  if (!HasFault(FaultKind::kRaiseInHook, i)) Prepare(i, TX_PREPARE_TAKE);
 }
 
-// The sums are written: by another thread, as soon as all posts have arrived.
+// Writes the sums of a message. In torch_ext another thread does this, as soon as all parts have arrived.
 void Rank::Apply(Message *message, bool discard) {
   const Spec &spec = world->spec;
   const Exchange &e = world->exchanges[message->tag];
@@ -75,7 +75,7 @@ void Rank::Apply(Message *message, bool discard) {
     const bool added = spec.kind != TX_CYCLE_UNITS || !discard;
     if (added) g.expected += Scaled(spec, e.own[static_cast<size_t>(p)]);
     g.contributed = e.contributed[static_cast<size_t>(p)];
-    // A DistributedDataParallel's optimizer does not tell the hook of its steps.
+    // The hook is not told about the steps of a DistributedDataParallel's optimizer.
     mixes_steps_ |= added && e.least_steps != e.most_steps && spec.kind != TX_CYCLE_DDP_HOOK;
     switch (spec.kind) {
       case TX_CYCLE_NO_SHARD:
@@ -95,7 +95,7 @@ void Rank::Apply(Message *message, bool discard) {
     }
     g.travels = false;
     const bool shards = Shards(spec);
-    // What a gradient is worth that one rank alone assigned, dropped, did not zero, or lost, is not defined.
+    // If only one rank assigned, dropped, did not zero, or lost a gradient, its value is not defined.
     const bool defined = !world->OneRankAssigns() && !(world->asymmetric && world->has_raised);
     if (added && owns(p) && defined && (shards ? g.shard : g.value) != g.expected) {
       throw Wrong{"a sum is not that of all gradients, each counted once"};
@@ -104,7 +104,7 @@ void Rank::Apply(Message *message, bool discard) {
 }
 
 void Rank::ApplyArrived() {
-  if (world->spec.kind == TX_CYCLE_UNITS) return;  // its sums are added by whoever waits
+  if (world->spec.kind == TX_CYCLE_UNITS) return;  // the sums of units are added when they are waited for
   for (Message &message : messages_)
     if (!message.applied && IsComplete(*world, message.tag)) Apply(&message, false);
 }
@@ -137,7 +137,7 @@ void Rank::Install() {
   }
 }
 
-// All ranks hold the same sums after a cycle, unless they parted.
+// All ranks have to hold the same sums after a cycle, except after a fault on only some ranks.
 void Rank::CompareSums() {
   const Spec &spec = world->spec;
   const int64_t ended = Number() - 1;
@@ -181,7 +181,7 @@ void Rank::CheckStep() {
     own.push_back(g.there && spec.kind != TX_CYCLE_UNITS && spec.kind != TX_CYCLE_DDP_HOOK);
   Count(kCheckStep);
   const bool refused = tx_cycle_check_step(cycle, own.data()) < 0;
-  if (tx_cycle_failure(cycle)) CheckToldOfFailure(refused);
+  if (tx_cycle_failure(cycle)) CheckFailureReported(refused);
   world->coverage->refused_steps += refused;
   if (!refused) {
     world->coverage->steps_taken++;
@@ -194,7 +194,7 @@ void Rank::CheckStep() {
     for (size_t i = 0; i < grads.size(); i++) {
       const Gradient &g = grads[i];
       const bool shards = Shards(spec);
-      // A DistributedDataParallel's gradients after a backward that raised are the user's own.
+      // With DistributedDataParallel, the gradients after a backward that raised are the user's responsibility.
       const bool checked = spec.check_for_nan && !(spec.kind == TX_CYCLE_DDP_HOOK && has_raised_);
       if (checked && owns(static_cast<int64_t>(i)) && (shards ? g.present && g.shard_nan : g.there && g.nan)) {
         throw Wrong{"a gradient that is not finite is stepped"};

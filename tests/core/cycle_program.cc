@@ -1,4 +1,4 @@
-// Training programs, drawn from a seed, and what their steps must find.
+// Random training programs, generated from a seed, and the oracle: what their steps have to find.
 #include <algorithm>
 #include <sstream>
 
@@ -7,13 +7,13 @@
 namespace cycle_world {
 namespace {
 
-// A split of n parameters into buckets, and of these into buffers.
+// Divides n parameters into buckets at random, and the buckets into buffers.
 void Partition(std::mt19937_64 &random, int n, std::vector<int64_t> *bucket_of, std::vector<int64_t> *buffer_of) {
   bucket_of->assign(static_cast<size_t>(n), 0);
   const int most = 1 + static_cast<int>(random() % static_cast<uint64_t>(n));
   int64_t bucket = 0;
   for (int k = 0; k < n; k++) {
-    const int i = n - 1 - k;  // backward's order
+    const int i = n - 1 - k;  // in backward's order
     if (k > 0 && bucket + 1 < most && random() % 2) bucket++;
     (*bucket_of)[static_cast<size_t>(i)] = bucket;
   }
@@ -27,21 +27,23 @@ void AddFaults(std::mt19937_64 &random, Spec *spec) {
   const auto draw = [&](int n) { return static_cast<int>(random() % static_cast<uint64_t>(std::max(n, 1))); };
   const int n = draw(3) + (draw(3) == 0 ? 1 : 0);
   for (int k = 0; k < n; k++) {
-    static const Ill kPlanned[] = {Ill::kRaise,        Ill::kNonfinite, Ill::kUnused,   Ill::kFrozen,
-                                   Ill::kSkipped,      Ill::kInterrupt, Ill::kLost,     Ill::kStalled,
-                                   Ill::kDropped,      Ill::kAssigned,  Ill::kHeldBack, Ill::kRaiseInHook,
-                                   Ill::kInterruptStep};
-    Ill what = kPlanned[draw(13)];
-    if (spec->kind >= TX_CYCLE_UNITS && what == Ill::kRaiseInHook) what = Ill::kRaise;
-    if (spec->kind == TX_CYCLE_DDP_HOOK &&
-        (what == Ill::kUnused || what == Ill::kFrozen || what == Ill::kAssigned || what == Ill::kDropped)) {
-      what = Ill::kRaise;  // DDP itself forbids the others, or hides them from its hook
+    static const FaultKind kPlanned[] = {FaultKind::kRaise,        FaultKind::kNonfinite, FaultKind::kUnused,
+                                         FaultKind::kFrozen,       FaultKind::kSkipped,   FaultKind::kInterrupt,
+                                         FaultKind::kLost,         FaultKind::kStalled,   FaultKind::kDropped,
+                                         FaultKind::kAssigned,     FaultKind::kHeldBack,  FaultKind::kRaiseInHook,
+                                         FaultKind::kInterruptStep};
+    FaultKind what = kPlanned[draw(13)];
+    if (spec->kind >= TX_CYCLE_UNITS && what == FaultKind::kRaiseInHook) what = FaultKind::kRaise;
+    if (spec->kind == TX_CYCLE_DDP_HOOK && (what == FaultKind::kUnused || what == FaultKind::kFrozen ||
+                                            what == FaultKind::kAssigned || what == FaultKind::kDropped)) {
+      what = FaultKind::kRaise;  // DDP rejects these faults itself, or hides them from its hook
     }
     Fault fault{what, draw(2) ? -1 : draw(spec->world), draw(static_cast<int>(spec->steps_of_program.size())), 0};
-    fault.at = what == Ill::kInterrupt                       ? draw(20)
-               : what == Ill::kLost || what == Ill::kStalled ? draw(120)
-                                                             : draw(spec->n_params);
-    if (what == Ill::kLost || what == Ill::kStalled || what == Ill::kHeldBack) fault.rank = draw(spec->world);
+    fault.at = what == FaultKind::kInterrupt                             ? draw(20)
+               : what == FaultKind::kLost || what == FaultKind::kStalled ? draw(120)
+                                                                         : draw(spec->n_params);
+    if (what == FaultKind::kLost || what == FaultKind::kStalled || what == FaultKind::kHeldBack)
+      fault.rank = draw(spec->world);
     spec->faults.push_back(fault);
   }
 }
@@ -60,11 +62,12 @@ void AddSteps(std::mt19937_64 &random, Spec *spec) {
     if (draw(5) > 0) spec->steps_of_program.push_back({Do::kStep, false, {}});
     if (draw(4) > 0) spec->steps_of_program.push_back({Do::kZeroGrad, false, {}});
   }
-  // At odd times: between micro-batches, twice, before anything.
+  // At unusual times: between micro-batches, twice, or before anything else.
   static const Do kOdd[] = {Do::kZeroGrad, Do::kStep, Do::kOffload, Do::kReplan};
   for (int k = draw(4) == 0 ? 1 + draw(2) : 0; k > 0; k--) {
     const int at = draw(static_cast<int>(spec->steps_of_program.size()) + 1);
-    const Do what = kOdd[draw(spec->kind == TX_CYCLE_DDP_HOOK ? 2 : 4)];  // of a DistributedDataParallel, DDP's
+    const Do what = kOdd[draw(
+        spec->kind == TX_CYCLE_DDP_HOOK ? 2 : 4)];  // DistributedDataParallel has no offload and no second parallelize
     spec->steps_of_program.insert(spec->steps_of_program.begin() + at, {what, false, {}});
   }
 }
@@ -93,7 +96,7 @@ Spec Generate(uint64_t seed) {
   if (planned && draw(4) == 0) Partition(random, spec.n_params, &spec.rebuilt_bucket_of, &spec.rebuilt_buffer_of);
   spec.steps = (spec.kind == TX_CYCLE_OPTIM || spec.kind == TX_CYCLE_OPTIM_GRADS) && draw(4) == 0;
   spec.replicated = spec.kind == TX_CYCLE_UNITS && draw(4) == 0;
-  spec.tells_late = planned && draw(3) == 0;
+  spec.reports_late = planned && draw(3) == 0;
   spec.slots = spec.kind == TX_CYCLE_UNITS ? 2 : 4;
   for (size_t b = 0; b < spec.buffer_of.size(); b++)
     spec.ends.push_back(draw(3) > 0);
@@ -112,8 +115,8 @@ std::string Text(const Spec &spec) {
   for (int64_t b : spec.bucket_of)
     out << ' ' << b;
   out << "; nan " << spec.check_for_nan << " unused " << spec.find_unused << " reorder " << spec.reorder << " scales "
-      << spec.scales_sums << " steps " << spec.steps << " replicated " << spec.replicated << " late " << spec.tells_late
-      << "\n ";
+      << spec.scales_sums << " steps " << spec.steps << " replicated " << spec.replicated << " late "
+      << spec.reports_late << "\n ";
   for (size_t s = 0; s < spec.steps_of_program.size(); s++) {
     const Step &step = spec.steps_of_program[s];
     out << ' ' << s << ':'
@@ -131,7 +134,7 @@ std::string Text(const Spec &spec) {
   return out.str();
 }
 
-// The gradient of a parameter in a backward: a multiple of the number of ranks, so that means are exact.
+// A parameter's gradient in one backward: a multiple of the number of ranks, so that means are exact.
 int64_t ValueOf(const Spec &spec, int rank, int step, int i) {
   uint64_t x = spec.seed * 31 + static_cast<uint64_t>(rank) * 1000003 + static_cast<uint64_t>(step) * 10007 +
                static_cast<uint64_t>(i) * 101;
@@ -141,7 +144,7 @@ int64_t ValueOf(const Spec &spec, int rank, int step, int i) {
   return static_cast<int64_t>(x % 100000) * spec.world;
 }
 
-// Sums are divided by the number of ranks, or by 1.
+// A sum divided by the number of ranks, or undivided, as the spec asks.
 int64_t Scaled(const Spec &spec, int64_t sum) {
   return spec.scales_sums && spec.kind != TX_CYCLE_DDP_HOOK ? sum : sum / spec.world;
 }
@@ -151,12 +154,13 @@ std::vector<Expected> Oracle(const Spec &spec) {
   const auto n = static_cast<size_t>(spec.n_params);
   const bool units = spec.kind == TX_CYCLE_UNITS, shards = Shards(spec);
   std::vector<int64_t> total(n), local(n);
-  std::vector<uint8_t> has_local(n), unreduced(n);  // unreduced: one was ready, whatever `.grad` became since
+  std::vector<uint8_t> has_local(n),
+      unreduced(n);  // unreduced: a gradient was ready and not reduced, whatever happened to `.grad` since
   bool known = true;
   std::vector<Expected> found(spec.steps_of_program.size());
-  const auto suffers = [&](Ill what, int rank, int step, int at) {
+  const auto has_fault = [&](FaultKind what, int rank, int step, int at) {
     for (const Fault &fault : spec.faults) {
-      const bool then = what == Ill::kFrozen ? fault.step <= step : fault.step == step;
+      const bool then = what == FaultKind::kFrozen ? fault.step <= step : fault.step == step;
       if (fault.what == what && (fault.rank < 0 || fault.rank == rank) && then && fault.at == at) return true;
     }
     return false;
@@ -166,29 +170,30 @@ std::vector<Expected> Oracle(const Spec &spec) {
     bool skipped = false;
     for (const Fault &fault : spec.faults) {
       const bool all = fault.rank < 0 || spec.world == 1;
-      if (fault.what == Ill::kInterrupt || fault.what == Ill::kInterruptStep || fault.what == Ill::kLost ||
-          fault.what == Ill::kStalled)
+      if (fault.what == FaultKind::kInterrupt || fault.what == FaultKind::kInterruptStep ||
+          fault.what == FaultKind::kLost || fault.what == FaultKind::kStalled)
         return found;
       if (fault.step != s) continue;
-      if (fault.what == Ill::kSkipped && !all) return found;
-      skipped |= fault.what == Ill::kSkipped;
+      if (fault.what == FaultKind::kSkipped && !all) return found;
+      skipped |= fault.what == FaultKind::kSkipped;
     }
     if (skipped) continue;
     for (const Fault &fault : spec.faults) {
       const bool all = fault.rank < 0 || spec.world == 1;
       const auto i = static_cast<size_t>(fault.at) % n;
       if (fault.step != s) continue;
-      if (fault.what == Ill::kDropped && !shards) {
+      if (fault.what == FaultKind::kDropped && !shards) {
         if (all) {
           total[i] = local[i] = has_local[i] = 0;
         } else {
           known = false;
         }
-      } else if (fault.what == Ill::kAssigned && !units) {
+      } else if (fault.what == FaultKind::kAssigned && !units) {
         if (!all) known = false;
         if (!shards) total[i] = 0;
         local[i] = spec.world * 11 * spec.world, has_local[i] = kIsAssigned;
-      } else if ((fault.what == Ill::kRaise || fault.what == Ill::kRaiseInHook) && step.what == Do::kBackward) {
+      } else if ((fault.what == FaultKind::kRaise || fault.what == FaultKind::kRaiseInHook) &&
+                 step.what == Do::kBackward) {
         known = false;
       }
     }
@@ -203,14 +208,15 @@ std::vector<Expected> Oracle(const Spec &spec) {
       e.known = known;
       e.sums = total;
       for (size_t i = 0; i < n; i++) {
-        // What the user assigned is what is stepped, unless gradients are sharded, or it took the place of one.
+        // A gradient that the user assigned is stepped, unless gradients are sharded or it replaced an unreduced one.
         e.refused |= has_local[i] == kIsReady || (has_local[i] == kIsAssigned && (shards || unreduced[i]));
         if (has_local[i] == kIsAssigned) e.sums[i] = spec.world * 11;
       }
     } else {
       for (size_t i = 0; i < n; i++) {
         for (int r = 0; r < spec.world; r++) {
-          if (suffers(Ill::kUnused, r, s, static_cast<int>(i)) || suffers(Ill::kFrozen, r, s, static_cast<int>(i))) {
+          if (has_fault(FaultKind::kUnused, r, s, static_cast<int>(i)) ||
+              has_fault(FaultKind::kFrozen, r, s, static_cast<int>(i))) {
             continue;
           }
           local[i] += ValueOf(spec, r, s, static_cast<int>(i));

@@ -1,4 +1,4 @@
-// A rank of a world: what its training program does, and what befalls it.
+// A simulated rank: the steps of its training program, and the faults that hit it.
 #include "tests/core/cycle_rank.h"
 
 #include <algorithm>
@@ -12,7 +12,7 @@ Rank::Rank(World *w, int r) : world(w), rank(r) {
   for (size_t s = 0; s < spec.steps_of_program.size(); s++)
     program.push_back(static_cast<int>(s));
   for (const Fault &fault : spec.faults) {
-    if (fault.what != Ill::kSkipped || (fault.rank >= 0 && fault.rank != r)) continue;
+    if (fault.what != FaultKind::kSkipped || (fault.rank >= 0 && fault.rank != r)) continue;
     program.erase(std::remove(program.begin(), program.end(), fault.step), program.end());
   }
   grads.resize(n);
@@ -24,7 +24,7 @@ Rank::Rank(World *w, int r) : world(w), rank(r) {
   }
 }
 
-// A machine for these buckets, in the place of `replaces` where there is one.
+// Makes a state machine for these buckets; if `replaces` is given, by tx_cycle_rebuild from that machine.
 void Rank::Build(const std::vector<int64_t> *bucket_of, const std::vector<int64_t> *buffer_of,
                  const tx_cycle *replaces) {
   static const char *const kNames[] = {"p0", "p1", "p2", "p3", "p4", "p5", "p6", "p7", "p8", "p9"};
@@ -52,7 +52,7 @@ void Rank::Build(const std::vector<int64_t> *bucket_of, const std::vector<int64_
   const tx_status status = replaces ? tx_cycle_rebuild(memory.data(), bytes, &args, replaces, &cycle, &error)
                                     : tx_cycle_init(memory.data(), bytes, &args, &cycle, &error);
   if (status != TX_OK) throw Wrong{error.message};
-  memory_ = std::move(memory);  // of the machine before, which is not used any more
+  memory_ = std::move(memory);  // frees the memory of the previous machine, which is no longer used
   bucket_of_ = *bucket_of;
 }
 
@@ -72,7 +72,7 @@ void Rank::Count(Event event) {
   world->coverage->events[static_cast<size_t>(tx_cycle_phase_of(cycle))][event]++;
 }
 
-bool Rank::Suffers(Ill what, int at) const {
+bool Rank::HasFault(FaultKind what, int at) const {
   for (const Fault &fault : world->spec.faults) {
     if (fault.what == what && (fault.rank < 0 || fault.rank == rank) && fault.at == at &&
         fault.step == program[static_cast<size_t>(pc)]) {
@@ -84,7 +84,7 @@ bool Rank::Suffers(Ill what, int at) const {
 
 bool Rank::IsFrozen(int i) const {
   for (const Fault &fault : world->spec.faults) {
-    if (fault.what == Ill::kFrozen && (fault.rank < 0 || fault.rank == rank) && fault.at == i &&
+    if (fault.what == FaultKind::kFrozen && (fault.rank < 0 || fault.rank == rank) && fault.at == i &&
         (finished() || program[static_cast<size_t>(pc)] >= fault.step)) {
       return true;
     }
@@ -121,8 +121,8 @@ void Rank::Fail(const std::string &text) {
   Throw();
 }
 
-// After a failure for good every call says so, with its text.
-void Rank::CheckToldOfFailure(bool refused) const {
+// After a permanent failure every call has to be rejected with the failure's text.
+void Rank::CheckFailureReported(bool refused) const {
   if (!refused) throw Wrong{"a backward or step is legal after a failure for good"};
   if (!std::strstr(tx_cycle_refusal(cycle), tx_cycle_failure(cycle))) throw Wrong{"a refusal does not say what failed"};
 }
@@ -133,15 +133,15 @@ void Rank::StartOp() {
     if ((fault.rank >= 0 && fault.rank != rank) || fault.step != program[static_cast<size_t>(pc)]) continue;
     Gradient &g = grads[static_cast<size_t>(fault.at) % grads.size()];
     const bool shards = Shards(world->spec);
-    if (fault.what == Ill::kDropped && !shards) {
+    if (fault.what == FaultKind::kDropped && !shards) {
       g.there = g.in_place = g.nan = g.has_own = false;
       g.own = g.expected = 0;
     }
-    if (fault.what == Ill::kAssigned && world->spec.kind != TX_CYCLE_UNITS) {
+    if (fault.what == FaultKind::kAssigned && world->spec.kind != TX_CYCLE_UNITS) {
       g.there = true, g.in_place = false, g.nan = false;
       g.assigned = g.own = world->spec.world * 11;
       if (!shards) g.expected = 0;
-      g.has_own = false;  // it may be stepped as it is
+      g.has_own = false;  // an assigned gradient may be stepped as it is
     }
   }
   if (step.what == Do::kZeroGrad || step.what == Do::kOffload) {
@@ -163,7 +163,7 @@ void Rank::StartOp() {
   Count(kBegin);
   const bool failed = tx_cycle_failure(cycle) != nullptr;
   const bool refused = tx_cycle_begin(cycle, step.sync, world->spec.steps) < 0;
-  if (failed) CheckToldOfFailure(refused);
+  if (failed) CheckFailureReported(refused);
   if (!refused) CheckWeights();
   if (refused) {
     if (!failed && !tx_cycle_partly_stepped(cycle))
@@ -173,12 +173,12 @@ void Rank::StartOp() {
   }
 }
 
-// FSDP2's and DDP's order: units, or buckets.
+// The order in which FSDP2 hands over units, and DDP hands over buckets.
 bool Rank::NextGiven() {
   const Spec &spec = world->spec;
   const Step &step = spec.steps_of_program[static_cast<size_t>(program[static_cast<size_t>(pc)])];
   const int n = static_cast<int>(spec.buffer_of.size());
-  if (Suffers(Ill::kRaise, next_unit_)) {
+  if (HasFault(FaultKind::kRaise, next_unit_)) {
     Throw();
     return true;
   }
@@ -194,7 +194,7 @@ bool Rank::NextGiven() {
   int numel = 0;
   for (int i : step.order) {
     if (bucket_of_[static_cast<size_t>(i)] != unit) continue;
-    const bool used = !Suffers(Ill::kUnused, i) && !IsFrozen(i);
+    const bool used = !HasFault(FaultKind::kUnused, i) && !IsFrozen(i);
     if (used) {
       Accumulate(i);
       given_ready_.push_back(i);
@@ -209,12 +209,12 @@ bool Rank::NextGiven() {
   return true;
 }
 
-// Of all gradients that are ready.
-void Rank::Tell() {
+// Reports all gradients that are ready to the machine.
+void Rank::ReportReady() {
   Count(kReady);
-  const auto n = static_cast<int64_t>(untold_.size());
-  if (tx_cycle_ready_several(cycle, untold_.data(), n) < 0) throw Wrong{tx_cycle_refusal(cycle)};
-  untold_.clear();
+  const auto n = static_cast<int64_t>(unreported_.size());
+  if (tx_cycle_ready_several(cycle, unreported_.data(), n) < 0) throw Wrong{tx_cycle_refusal(cycle)};
+  unreported_.clear();
 }
 
 bool Rank::NextGradient() {
@@ -229,33 +229,34 @@ bool Rank::NextGradient() {
     given_ready_.clear();
     return NextGiven();
   }
-  if (Suffers(Ill::kRaise, static_cast<int>(next_grad_))) {
+  if (HasFault(FaultKind::kRaise, static_cast<int>(next_grad_))) {
     Throw();
     return true;
   }
   if (next_grad_ == step.order.size()) {
     at_ = At::kEnding;
-    Tell();
+    ReportReady();
     Count(kEnd);
     if (tx_cycle_end(cycle) < 0) throw Wrong{tx_cycle_refusal(cycle)};
     return true;
   }
   const int i = step.order[next_grad_++];
-  if (Suffers(Ill::kUnused, i) || IsFrozen(i)) return true;
+  if (HasFault(FaultKind::kUnused, i) || IsFrozen(i)) return true;
   Accumulate(i);
-  if (Suffers(Ill::kRaiseInHook, i)) {
+  if (HasFault(FaultKind::kRaiseInHook, i)) {
     Throw();
     return true;
   }
-  untold_.push_back(i);
-  if (!spec.tells_late || (spec.seed >> (i * 3 + rank) % 31 & 3) == 0) Tell();
+  unreported_.push_back(i);
+  if (!spec.reports_late || (spec.seed >> (i * 3 + rank) % 31 & 3) == 0) ReportReady();
   return true;
 }
 
-// Until the others have given up.
+// Whether this rank is stopped (SIGSTOP); it goes on when the other ranks have given up.
 bool Rank::IsStalled() const {
   for (const Fault &fault : world->spec.faults) {
-    if (fault.what == Ill::kStalled && fault.rank == rank && fault.at <= moves && !world->group_failed) return true;
+    if (fault.what == FaultKind::kStalled && fault.rank == rank && fault.at <= moves && !world->group_failed)
+      return true;
   }
   return false;
 }
@@ -263,7 +264,7 @@ bool Rank::IsStalled() const {
 bool Rank::Move() {
   if (finished()) return false;
   for (const Fault &fault : world->spec.faults) {
-    if (fault.what == Ill::kLost && fault.rank == rank && fault.at <= moves) {
+    if (fault.what == FaultKind::kLost && fault.rank == rank && fault.at <= moves) {
       lost = true;
       return true;
     }
@@ -277,14 +278,14 @@ bool Rank::Move() {
       std::vector<uint8_t> modified;
       for (const Gradient &g : grads)
         modified.push_back(g.there);
-      if (!untold_.empty()) Tell();
+      if (!unreported_.empty()) ReportReady();
       Count(kDied);
       tx_cycle_died(cycle, world->spec.kind <= TX_CYCLE_OPTIM ? modified.data() : nullptr);
       dead_ = false;
       at_ = At::kRecovering;
     } else {
       const int at = pc;
-      if (!Drain()) return !waiting || pc != at;  // what a step that was interrupted left to be waited for
+      if (!Drain()) return !waiting || pc != at;  // actions that an interrupted step left to be waited for
       StartOp();
       return true;
     }

@@ -1,4 +1,5 @@
-// The inside of a world (cycle_world.h): its network, and a rank with its gradients, its machine and its driver.
+// The parts of a simulated world (cycle_world.h): its network; and a rank with its gradients, its state machine and its
+// driver.
 #ifndef TESTS_CORE_CYCLE_RANK_H
 #define TESTS_CORE_CYCLE_RANK_H
 
@@ -17,39 +18,40 @@ struct Wrong {
   std::string what;
 };
 
-// -- network: what was posted under one tag --------------------------------------------------------------------------
+// -- network: what all ranks have posted under one tag ----------------------------------------------------------------
 
 struct Exchange {
   int posts = 0;
-  int64_t ready_at = 0;  // when the last post arrives
+  int64_t ready_at = 0;  // when the last post has arrived
   int64_t first = -1, end = -1;
-  std::vector<int64_t> own;                         // of the sums, what no earlier one has: each gradient once
-  std::vector<uint8_t> contributed;                 // by parameter: a rank had a gradient
-  int64_t least_steps = INT64_MAX, most_steps = 0;  // of the ranks that posted
+  std::vector<int64_t>
+      own;  // by parameter: the part of the sums that no earlier sum contains, so that each gradient counts once
+  std::vector<uint8_t> contributed;                 // by parameter: whether a rank had a gradient
+  int64_t least_steps = INT64_MAX, most_steps = 0;  // step counts of the ranks that posted
   std::vector<int64_t> sums;                        // by parameter
   std::vector<uint8_t> nonfinite;                   // by parameter
-  std::vector<std::vector<uint8_t>> payloads;       // of reports, by rank
+  std::vector<std::vector<uint8_t>> payloads;       // the reports, by rank
 };
 
-// A value that is in a rank's gradient memory.
+// The gradient of one parameter on one rank, and what it should be.
 struct Gradient {
   bool there = false;     // `.grad` is not None
-  bool in_place = false;  // it is the buffer's view
+  bool in_place = false;  // `.grad` is the view of the flat buffer
   bool nan = false;
-  int64_t value = 0;  // what the buffer holds
+  int64_t value = 0;  // in the flat buffer
   int64_t assigned = 0;
-  std::optional<int64_t> earlier;  // set aside
+  std::optional<int64_t> earlier;  // an earlier sum that was set aside
   std::optional<int64_t> copy;
   bool travels = false;
-  bool held = false;  // optim_grads, units: a gradient that is not sent yet
+  bool held = false;  // optim_grads, units: a gradient that has not been sent yet
   int64_t held_value = 0;
   bool held_nan = false;
-  int64_t own = 0;       // of this rank, in no sum yet
-  int64_t expected = 0;  // all that was in sums since zero_grad()
+  int64_t own = 0;       // this rank's contribution that is in no sum yet
+  int64_t expected = 0;  // everything that was in sums since zero_grad()
   bool has_own = false;
-  bool contributed = false;  // in the last message, by some rank
-  bool was_there = false;    // before that
-  bool present = false;      // optim_grads, units: the shard has a gradient
+  bool contributed = false;  // whether some rank had a gradient for the last message
+  bool was_there = false;    // whether there was one before that message
+  bool present = false;      // optim_grads, units: the shard contains a gradient
   int64_t shard = 0;
   bool shard_nan = false;
 };
@@ -58,14 +60,14 @@ struct Message {
   int64_t first, end;
   int64_t tag;
   bool applied = false;
-  bool answered = false;  // it was waited for: its memory is another message's
+  bool answered = false;  // it was waited for, and its memory may be reused by another message
   std::vector<int64_t> params;
 };
 
 class World;
 struct Expected;
 
-// Whether gradients lie in shards, not in `.grad`.
+// Whether the strategy keeps gradients in shards instead of `.grad`.
 inline bool Shards(const Spec &spec) {
   return spec.kind == TX_CYCLE_OPTIM_GRADS || spec.kind == TX_CYCLE_UNITS;
 }
@@ -73,12 +75,12 @@ inline bool Shards(const Spec &spec) {
 class Rank {
  public:
   Rank(World *world, int rank);
-  // Does the next thing; false where nothing can be done now.
+  // Performs the next operation; returns false if nothing can be done now.
   bool Move();
   bool finished() const { return lost || pc >= static_cast<int>(program.size()); }
   bool blocked() const { return waiting && !IsStalled(); }
   bool IsStalled() const;
-  // Collectives of this rank fail from now on.
+  // From now on, waiting for a collective on this rank fails.
   void TimeOut() { timed_out = true; }
   void ApplyArrived();
 
@@ -86,17 +88,17 @@ class Rank {
   int rank;
   bool lost = false, stalled = false, timed_out = false;
   int64_t moves = 0;
-  std::vector<int> program;  // steps
+  std::vector<int> program;  // indices of the steps that it runs
   int pc = 0;
-  std::vector<std::string> verdicts;  // by cycle, "" where it ended well
+  std::vector<std::string> verdicts;  // by cycle; "" if it succeeded
   std::map<int64_t, std::string> verdict_of_cycle;
   std::vector<Gradient> grads;
   tx_cycle *cycle = nullptr;
 
  private:
   enum class At { kOpStart, kRecovering, kBegin, kGrads, kEnding, kStepping, kChecking, kPlanning, kOpEnd };
-  bool Drain();  // true: no action is left
-  // Each does one action. False: it has to wait, or raised.
+  bool Drain();  // performs the machine's actions; true if none is left
+  // Each performs one kind of action. Returns false if it has to wait, or raised.
   using Doing = bool (Rank::*)(const tx_cycle_action &action);
   static const Doing kDoing[];
   void Act(const tx_cycle_action &action);
@@ -121,7 +123,7 @@ class Rank {
   void StartOp();
   bool NextGradient();
   bool NextGiven();
-  void Tell();
+  void ReportReady();
   void Accumulate(int i);
   void Prepare(int64_t i, int32_t flags);
   int32_t KindOfGrad(int64_t i) const;
@@ -130,32 +132,32 @@ class Rank {
   void Apply(Message *message, bool discard);
   void Install();
   void CheckStep();
-  void CheckToldOfFailure(bool refused) const;
+  void CheckFailureReported(bool refused) const;
   void CompareWithOracle(const Expected &expected, bool refused);
   void ZeroGrad();
   void CompareSums();
-  bool Suffers(Ill what, int at) const;
+  bool HasFault(FaultKind what, int at) const;
   bool IsFrozen(int i) const;
   void NextOp();
   void Post(int64_t tag, Exchange **exchange);
   void Fail(const std::string &text);
   std::vector<uint8_t> RequiresGrad() const;
   bool owns(int64_t i) const;
-  // Of a cycle, in all plans.
+  // The number of the current cycle, unique over all plans.
   int64_t Number() const { return plan_ * 10000 + tx_cycle_number(cycle); }
   void StartPlan();
   bool Plan();
   void Count(Event event);
-  // Counts the phases from which and into which the machine came since the last call.
+  // Counts the machine's change of phase since the last call.
   void CountTransition();
 
   std::vector<int64_t> memory_;
   At at_ = At::kOpStart;
   size_t next_grad_ = 0;
   int next_unit_ = 0;
-  std::vector<int64_t> untold_;   // ready, and the machine was not told
-  std::vector<int> given_ready_;  // parameters of the unit that was handed over
-  bool dead_ = false;             // the last backward raised
+  std::vector<int64_t> unreported_;  // gradients that are ready and not yet reported to the machine
+  std::vector<int> given_ready_;     // parameters of the unit that was handed to the machine
+  bool dead_ = false;                // the last backward raised
   bool in_backward_ = false;
   bool waiting = false;
   bool report_posted_ = false, order_posted_ = false;
@@ -164,37 +166,38 @@ class Rank {
   std::vector<Message> messages_;
   std::vector<uint8_t> broken_;
   int64_t report_tag_ = 0, order_tag_ = 0;
-  std::vector<int64_t> weights_;      // by parameter: the step that wrote it last, on the rank that steps it
-  std::vector<int64_t> gather_tags_;  // that are under way, or were since all had come
-  size_t n_come_ = 0;                 // of them
-  int next_weight_ = 0;               // bucket of the step
+  std::vector<int64_t> weights_;  // by parameter: the step that last wrote it, on the rank that steps it
+  std::vector<int64_t>
+      gather_tags_;      // all-gathers that are in flight, or were since the last time that all had completed
+  size_t n_come_ = 0;    // how many of gather_tags_ have completed
+  int next_weight_ = 0;  // the next bucket that the step writes
   std::vector<int64_t> bucket_of_;
   bool has_raised_ = false;
   int64_t n_steps_ = 0;
   int64_t plan_ = 0;
   int32_t phase_seen_ = TX_PHASE_IDLE;
   bool mixes_steps_ = false;
-  bool partly_summed_ = false;  // a backward that raised has added sums to shards
+  bool partly_summed_ = false;  // a backward that raised has already added sums to shards
   bool sending_waits_ = false;
   friend class World;
 };
 
-// The oracle, from the program alone: what a step finds.
+// What a step has to find according to the oracle, which is computed from the program alone.
 struct Expected {
-  bool known = false;    // nothing has happened of which the outcome is not defined
-  bool refused = false;  // gradients are there that no rank has reduced
+  bool known = false;    // the outcome is defined: no fault with an undefined outcome has happened
+  bool refused = false;  // the step must be rejected: there are gradients that were not reduced
   std::vector<int64_t> sums;
 };
 
 std::vector<Expected> Oracle(const Spec &spec);
 
-// Whether a step of the program reduces gradients.
+// Whether this step of the program reduces gradients.
 bool Reduces(const Spec &spec, const Step &step);
 
-// The gradient of a parameter in a backward: a multiple of the number of ranks, so that means are exact.
+// A parameter's gradient in one backward: a multiple of the number of ranks, so that means are exact.
 int64_t ValueOf(const Spec &spec, int rank, int step, int i);
 
-// Sums are divided by the number of ranks, or by 1.
+// A sum divided by the number of ranks, or undivided, as the spec asks.
 int64_t Scaled(const Spec &spec, int64_t sum);
 
 bool IsComplete(const World &world, int64_t tag);
@@ -205,36 +208,36 @@ class World {
     for (int r = 0; r < spec.world; r++)
       ranks.push_back(std::make_unique<Rank>(this, r));
     expected = Oracle(spec);
-    bool refuses = false;  // a step
+    bool refuses = false;  // whether some step is rejected
     for (const Expected &e : expected)
       refuses |= e.refused;
     for (const Fault &fault : spec.faults) {
       const bool one = fault.rank >= 0 && spec.world > 1;
       const bool units = spec.kind == TX_CYCLE_UNITS;
       switch (fault.what) {
-        case Ill::kLost:
-        case Ill::kStalled:
+        case FaultKind::kLost:
+        case FaultKind::kStalled:
           asymmetric = true;
           break;
-        case Ill::kInterruptStep:
-        case Ill::kInterrupt:  // who is interrupted in which wait differs from rank to rank
+        case FaultKind::kInterruptStep:
+        case FaultKind::kInterrupt:  // the interrupted wait is another one on every rank
           asymmetric |= spec.world > 1;
           break;
-        case Ill::kRaise:
-        case Ill::kRaiseInHook:
+        case FaultKind::kRaise:
+        case FaultKind::kRaiseInHook:
           asymmetric |= one || OneRankDiffers();
           break;
-        case Ill::kSkipped:
+        case FaultKind::kSkipped:
           asymmetric |= one;
           break;
-        case Ill::kUnused:
-        case Ill::kFrozen:
+        case FaultKind::kUnused:
+        case FaultKind::kFrozen:
           asymmetric |= one && (units || refuses);
           break;
-        case Ill::kDropped:  // of what no rank reduced: a step() of the others alone is refused
+        case FaultKind::kDropped:  // the rank has no unreduced gradient then: only the other ranks' step() is rejected
           asymmetric |= one && refuses;
           break;
-        case Ill::kAssigned:  // a step() of that rank alone is refused
+        case FaultKind::kAssigned:  // only this rank's step() is rejected
           asymmetric |= one && spec.kind == TX_CYCLE_OPTIM_GRADS;
           break;
         default:
@@ -245,11 +248,12 @@ class World {
 
   std::string Go();
 
-  // Whether one rank alone has no gradient of a parameter: where all raise, they have not sent the same then.
+  // Whether a parameter has no gradient on one rank only. If all ranks raise then, they have not sent the same
+  // messages.
   bool OneRankDiffers() const {
     for (const Fault &fault : spec.faults) {
-      const bool differs = fault.what == Ill::kUnused || fault.what == Ill::kFrozen || fault.what == Ill::kAssigned ||
-                           fault.what == Ill::kDropped;
+      const bool differs = fault.what == FaultKind::kUnused || fault.what == FaultKind::kFrozen ||
+                           fault.what == FaultKind::kAssigned || fault.what == FaultKind::kDropped;
       if (differs && fault.rank >= 0 && spec.world > 1) return true;
     }
     return false;
@@ -257,7 +261,8 @@ class World {
 
   bool OneRankAssigns() const {
     for (const Fault &fault : spec.faults) {
-      const bool assigns = fault.what == Ill::kAssigned || fault.what == Ill::kDropped || fault.what == Ill::kSkipped;
+      const bool assigns =
+          fault.what == FaultKind::kAssigned || fault.what == FaultKind::kDropped || fault.what == FaultKind::kSkipped;
       if (assigns && fault.rank >= 0 && spec.world > 1) return true;
     }
     return false;
@@ -269,12 +274,13 @@ class World {
   int64_t now = 0;
   std::map<int64_t, Exchange> exchanges;
   std::vector<std::unique_ptr<Rank>> ranks;
-  bool asymmetric = false;                                // ranks may part: some may fail, or time out
-  bool has_raised = false;                                // a backward, on some rank
-  bool group_failed = false;                              // connections are closed
-  std::map<int64_t, std::vector<int64_t>> sums_of_cycle;  // what each rank holds after it: the same
+  bool asymmetric = false;    // ranks may differ from here on: some may fail or time out
+  bool has_raised = false;    // some rank's backward raised
+  bool group_failed = false;  // connections are closed
+  std::map<int64_t, std::vector<int64_t>>
+      sums_of_cycle;  // the sums after each cycle, which have to be the same on every rank
   std::map<int64_t, std::vector<uint8_t>> has_sum;
-  std::vector<Expected> expected;  // by step, if any rank steps it
+  std::vector<Expected> expected;  // by step; what a rank finds if it performs the step
 
  private:
   bool Advance();

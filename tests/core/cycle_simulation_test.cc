@@ -1,5 +1,5 @@
-// Random training programs on worlds of machines, with faults: tests/core/cycle_world.h. A failure prints its program,
-// shrunk; `bazel run //tests/core:cycle_hunt SEED SEED+1` replays one.
+// Runs random training programs with faults on simulated ranks (tests/core/cycle_world.h). A failure prints the program
+// and the smallest one that still fails; `bazel run //tests/core:cycle_hunt SEED SEED+1` repeats a seed.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -22,10 +22,10 @@ const char *const kEventNames[] = {"begin", "accumulate", "ready", "given", "end
 const char *const kActions[] = {"nothing", "check", "send",    "inspect", "order",     "report",
                                 "wait",    "read",  "install", "raise",   "recovered", "weights"};
 
-// [phase][event]: what a program can make happen.
+// [phase][event]: which events have to occur in a phase, and which never may.
 const bool kLegalEvents[5][kEvents] = {
     // begin accumulate ready given end missing recover zero fail step read stepping stepped
-    {1, 0, 0, 0, 0, 0, 1, 1, 1, 1, 0, 1, 1},  // idle; fail: weights do not come
+    {1, 0, 0, 0, 0, 0, 1, 1, 1, 1, 0, 1, 1},  // idle; fail: an all-gather of weights failed
     {0, 1, 1, 0, 1, 0, 1, 0, 0, 0, 0, 0, 0},  // accumulating
     {0, 1, 1, 1, 1, 0, 1, 0, 1, 0, 1, 0, 0},  // reducing; read: DDP's hook
     {0, 0, 0, 0, 0, 1, 1, 0, 1, 0, 1, 0, 0},  // closing
@@ -33,11 +33,11 @@ const bool kLegalEvents[5][kEvents] = {
 };
 const bool kLegalActions[5][12] = {
     // nothing check send inspect order report wait read install raise recovered weights
-    {0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1},  // a verdict, or a recovery, ends in idle
-    {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0},  //
-    {0, 1, 1, 0, 0, 1, 1, 1, 0, 0, 0, 0},  //
-    {0, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0},  //
-    {0, 1, 1, 0, 0, 0, 1, 1, 0, 0, 0, 0},  // what was complete when the backward died
+    {0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1},  // idle: a verdict or a recovery ends here
+    {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0},  // accumulating
+    {0, 1, 1, 0, 0, 1, 1, 1, 0, 0, 0, 0},  // reducing
+    {0, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0},  // closing
+    {0, 1, 1, 0, 0, 0, 1, 1, 0, 0, 0, 0},  // recovering: buckets that were complete when the backward raised
 };
 
 const bool kLegalTransitions[5][5] = {
@@ -107,7 +107,7 @@ TEST(CycleSimulation, ProgramsOfFixedSeedsAndOfFreshOnes) {
   EXPECT_GT(coverage.sums_compared, static_cast<int64_t>(kPrograms));
 }
 
-// Every kind in one large world: messages and reports between all ranks.
+// Every kind in one large world, where messages and reports go between all ranks.
 TEST(CycleSimulation, LargeWorlds) {
 #ifdef TX_SLOW
   const int world = 64;
@@ -129,7 +129,7 @@ TEST(CycleSimulation, LargeWorlds) {
       spec.steps_of_program.push_back({Do::kBackward, true, {3, 2, 1, 0}});
       spec.steps_of_program.push_back({Do::kStep, false, {}});
     }
-    if (kind != TX_CYCLE_DDP_HOOK) spec.faults = {{Ill::kUnused, -1, 0, 1}, {Ill::kFrozen, -1, 2, 2}};
+    if (kind != TX_CYCLE_DDP_HOOK) spec.faults = {{FaultKind::kUnused, -1, 0, 1}, {FaultKind::kFrozen, -1, 2, 2}};
     Coverage coverage;
     EXPECT_EQ(cycle_world::Run(spec, &coverage), "") << Text(spec);
     EXPECT_EQ(coverage.steps_taken, 2 * world);

@@ -1,4 +1,4 @@
-// csrc/core/cycle: what a machine answers, event by event. Whole programs are in cycle_simulation_test.cc.
+// csrc/core/cycle: the state machine's answers, event by event. cycle_simulation_test.cc runs whole programs.
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -40,7 +40,7 @@ struct Machine {
         << error.message;
   }
 
-  // What is left to do, with what the driver answers; ends before a kind in `until`.
+  // Performs the pending actions as a driver would, up to the first action of kind `until`. Returns the kinds.
   std::string Drain(int32_t until = -1) {
     std::string done;
     for (tx_cycle_action action; tx_cycle_next(c, &action) && action.kind != until;) {
@@ -109,7 +109,7 @@ TEST(Cycle, ElementsThatAreHandedOverAreCountedWithinBounds) {
     EXPECT_EQ(tx_cycle_given(machine.c, 0, numel, 1, 0), -1);
     EXPECT_NE(std::strstr(tx_cycle_refusal(machine.c), "elements are handed over; legal: 0 ... "), nullptr);
   }
-  for (int64_t k = 0; k < 1 << 17; k++) /* 2^48 each: more than 63 bits hold, together */
+  for (int64_t k = 0; k < 1 << 17; k++) /* 2^48 - 1 elements each: their sum needs more than 63 bits */
     ASSERT_EQ(tx_cycle_given(machine.c, 0, (int64_t{1} << 48) - 1, 0, 0), 1);
   EXPECT_EQ(tx_cycle_end(machine.c), 1);
   EXPECT_NE(machine.Drain(), "");
@@ -208,7 +208,7 @@ TEST(Cycle, AfterAFailureNothingMoreOfTheBackwardIsSent) {
   Machine machine(TX_CYCLE_OPTIM_GRADS);
   tx_cycle_begin(machine.c, 1, 0);
   tx_cycle_ready(machine.c, 1);
-  EXPECT_EQ(machine.Drain(TX_DO_SEND), " 1");  // the message is handed out, and fails
+  EXPECT_EQ(machine.Drain(TX_DO_SEND), " 1");  // the message is handed out, and sending it fails
   tx_cycle_fail(machine.c, "connection reset");
   EXPECT_EQ(machine.Drain(), "");
   tx_cycle_ready(machine.c, 0);
@@ -218,7 +218,7 @@ TEST(Cycle, AfterAFailureNothingMoreOfTheBackwardIsSent) {
   EXPECT_EQ(tx_cycle_phase_of(machine.c), TX_PHASE_IDLE);
 }
 
-// A machine of one rank of `world`, at its end: what it says where the reports of all ranks are these.
+// What one of `world` ranks says at the end of a cycle, given the reports of all ranks. write: changes a rank's report.
 std::string VerdictOn(tx_cycle_args args, const std::function<void(Machine &, int32_t rank, uint8_t *report)> &write) {
   Machine machine(args);
   EXPECT_EQ(tx_cycle_begin(machine.c, 1, 0), 0);
@@ -352,8 +352,7 @@ TEST(Cycle, BadArgumentsAreTold) {
   EXPECT_EQ(rebuilt, nullptr);
 }
 
-// -- every event in every state that a small machine reaches
-// -----------------------------------------------------------
+// -- every event, in every state that a small machine can reach -------------------------------------------------------
 
 using Event = std::function<int32_t(Machine &)>;
 
@@ -418,10 +417,10 @@ constexpr size_t kEvents = sizeof kAll / sizeof *kAll;
 
 const char *const kPhases[] = {"idle", "accumulating", "reducing", "closing", "recovering"};
 
-// What becomes of each event in each phase while nothing has failed: + it is legal, - it is refused, ? either, by what
-// happened before (a step that did not end, weights that have not come, a gradient that is ready twice, a bucket that
-// is given before the last one was sent, gradients that must not be stepped). In the order of kAll, without those that
-// are never refused.
+// The result of each event in each phase before any failure. +: it is legal. -: it is rejected. ?: it depends on the
+// history (a step that did not end, weights that have not arrived, a gradient that is ready twice, a bucket that is
+// given before the previous one was sent, gradients that must not be stepped). Events are numbered as in kAll; events
+// that are never rejected are left out.
 struct Refusals {
   size_t event;
   const char *by_phase;
@@ -437,8 +436,8 @@ class EveryEvent : public testing::TestWithParam<int32_t> {
     int64_t legal = 0, refused = 0;
   };
 
-  // A refused event changes nothing but the refusal, and says why; a machine can always be brought back to IDLE, and
-  // after a failure says so.
+  // Performs a sequence of events. A rejected event may change nothing but the refusal text, which has to say why.
+  // After any sequence the machine can be brought back to IDLE, and after a failure it says so.
   void Follow(const std::vector<size_t> &path) {
     Machine machine(GetParam());
     for (size_t step : path) {
@@ -471,10 +470,10 @@ class EveryEvent : public testing::TestWithParam<int32_t> {
     ASSERT_TRUE(!failure || std::strstr(tx_cycle_refusal(machine.c), failure));
   }
 
-  // Every pair of a phase and an event was tried, and became what the tables say.
+  // Checks that every event was tried in every phase, with the results of the tables.
   void CompareWithTable() {
     const bool given = GetParam() >= TX_CYCLE_UNITS;
-    const bool accumulates = GetParam() <= TX_CYCLE_OPTIM;  // the others reduce under no_sync, too
+    const bool accumulates = GetParam() <= TX_CYCLE_OPTIM;  // the other kinds reduce under no_sync, too
     for (int32_t phase = 0; phase < 5; phase++) {
       if (phase == TX_PHASE_ACCUMULATING && !accumulates) continue;
       std::string line;
@@ -484,7 +483,7 @@ class EveryEvent : public testing::TestWithParam<int32_t> {
         for (size_t k = 0; k < sizeof kPlanned / sizeof *kPlanned; k++) {
           const Refusals &row = given ? kGiven[k] : kPlanned[k];
           if (row.event == event) expected = row.by_phase[phase];
-          // Sharded gradients leave no `.grad`: one that is there was assigned.
+          // Sharded gradients leave no `.grad`: if there is one, it was assigned.
           if (event == 11 && GetParam() == TX_CYCLE_OPTIM_GRADS) expected = '-';
         }
         const std::string pair = std::string(kAll[event].name) + " in " + kPhases[phase];

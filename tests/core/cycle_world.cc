@@ -1,4 +1,4 @@
-// A world: whose turn it is, when a time-out strikes, and what must hold at the end.
+// The world's main loop: which rank moves next, when waits time out, and what has to hold at the end.
 #include "tests/core/cycle_world.h"
 
 #include <algorithm>
@@ -31,12 +31,12 @@ std::string World::Go() {
       quiet = 0;
       continue;
     }
-    if (++quiet < 400) continue;  // messages may be under way
+    if (++quiet < 400) continue;  // messages may be in flight
     bool timed_out = false;
     for (const auto &rank : ranks)
       timed_out |= rank->blocked() && !rank->finished();
     if (!timed_out) {
-      group_failed = true;  // whoever is stalled is given up by nobody: it wakes
+      group_failed = true;  // no rank waits for the stalled rank and gives up, so it wakes up here
       quiet = 0;
       continue;
     }

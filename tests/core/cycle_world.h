@@ -1,6 +1,6 @@
-// A world of machines (csrc/torch_ext_cycle.h) in one process: ranks that run a training program, each with a machine
-// and a driver such as torch_ext's, and a network that delays. A run is a function of its Spec, and a Spec one of its
-// seed.
+// Simulates ranks that run the gradient cycle (csrc/torch_ext_cycle.h) in one process. Each rank runs the same training
+// program with its own state machine and a driver like torch_ext's; the network delays messages at random. A run is
+// determined by its Spec, and a generated Spec by its seed.
 #ifndef TESTS_CORE_CYCLE_WORLD_H
 #define TESTS_CORE_CYCLE_WORLD_H
 
@@ -16,56 +16,56 @@
 
 namespace cycle_world {
 
-// -- what is run -----------------------------------------------------------------------------------------------------
+// -- what is run ------------------------------------------------------------------------------------------------------
 
 enum class Do {
   kBackward,
   kZeroGrad,
   kStep,
-  kOffload,  // gradients are dropped, as by offload(grads=True)
-  kReplan    // parallelize again: other buckets, a machine of their own
+  kOffload,  // drops the gradients, as offload(grads=True) does
+  kReplan    // parallelizes again: other buckets, a new state machine
 };
 
 struct Step {
   Do what;
-  bool sync;               // of a backward
-  std::vector<int> order;  // in which gradients are ready: a permutation of the parameters
+  bool sync;               // for kBackward: whether its gradients are reduced
+  std::vector<int> order;  // order in which the gradients become ready: a permutation of the parameters
 };
 
-enum class Ill {
-  kRaise,          // backward `step` raises when `at` of its gradients are ready
-  kNonfinite,      // of parameter `at` in backward `step`
+enum class FaultKind {
+  kRaise,          // backward `step` raises after `at` of its gradients are ready
+  kNonfinite,      // the gradient of parameter `at` is not finite in backward `step`
   kUnused,         // parameter `at` gets no gradient in backward `step`
-  kFrozen,         // parameter `at` from step `step` on
+  kFrozen,         // parameter `at` is frozen from step `step` on
   kSkipped,        // step `step` is left out
-  kInterrupt,      // Ctrl-C in the `at`-th wait
-  kLost,           // kill -9 at the `at`-th move of this rank
-  kStalled,        // SIGSTOP there, until the others have given up
-  kDropped,        // `.grad` of parameter `at` becomes None before step `step`
-  kAssigned,       // `.grad` of parameter `at` becomes a tensor of the user's before step `step`
+  kInterrupt,      // Ctrl-C during the `at`-th wait
+  kLost,           // this rank is lost (kill -9) at its `at`-th move
+  kStalled,        // this rank stops (SIGSTOP) there, until the other ranks have given up
+  kDropped,        // `.grad` of parameter `at` is set to None before step `step`
+  kAssigned,       // `.grad` of parameter `at` is replaced by another tensor before step `step`
   kHeldBack,       // this rank's network is slow
-  kInterruptStep,  // Ctrl-C in step `step`, when `at` buckets were written
-  kRaiseInHook     // a hook of the user's raises, when `.grad` of parameter `at` was accumulated and ours not called
+  kInterruptStep,  // Ctrl-C in step `step`, after `at` buckets have been written
+  kRaiseInHook     // a user's hook raises between the accumulation of `.grad` of parameter `at` and torch_ext's hook
 };
 
 struct Fault {
-  Ill what;
+  FaultKind what;
   int rank;  // -1: every rank
   int step;
   int at;
 };
 
 struct Spec {
-  uint64_t seed = 0;  // of delays and of who moves next
+  uint64_t seed = 0;  // seeds the delays, and the choice of the rank that moves next
   int kind = 0;
   int world = 1;
   int n_params = 0;
   std::vector<int64_t> bucket_of, buffer_of;
-  std::vector<int64_t> rebuilt_bucket_of, rebuilt_buffer_of;  // empty: TX_DO_ORDER changes nothing
-  std::vector<uint8_t> ends;                                  // which buckets are sent as one
+  std::vector<int64_t> rebuilt_bucket_of, rebuilt_buffer_of;  // empty: TX_DO_ORDER keeps the buckets
+  std::vector<uint8_t> ends;                                  // by bucket: 1 for the last bucket of each message
   bool check_for_nan = true, find_unused = false, reorder = false, scales_sums = false, steps = false;
-  bool tells_late = false;  // each rank tells of most gradients together with a later one
-  bool replicated = false;  // the driver waits for a unit before it goes on
+  bool reports_late = false;  // each rank reports most gradients late, together with a later one
+  bool replicated = false;    // the driver waits for a unit's reduction before it goes on
   int slots = 4;
   std::vector<Step> steps_of_program;
   std::vector<Fault> faults;
@@ -74,7 +74,7 @@ struct Spec {
 Spec Generate(uint64_t seed);
 std::string Text(const Spec &spec);
 
-// -- what was seen ---------------------------------------------------------------------------------------------------
+// -- what was observed ------------------------------------------------------------------------------------------------
 
 enum Event {
   kBegin,
@@ -103,10 +103,10 @@ struct Coverage {
   Coverage &operator+=(const Coverage &other);
 };
 
-// Runs it. Returns what was wrong, or "".
+// Runs the simulation. Returns a description of the first violation, or "".
 std::string Run(const Spec &spec, Coverage *coverage);
 
-// The smallest Spec that is found to fail as well, by leaving out steps, faults and ranks.
+// Returns the smallest Spec found that still fails, after leaving out steps, faults and ranks.
 Spec Shrink(Spec spec);
 
 }  // namespace cycle_world

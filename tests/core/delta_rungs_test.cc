@@ -1,4 +1,5 @@
-// Lengths of codes by table are those by formula, and whoever has the old weight finds every new one that there can be.
+// Weight deltas: the table of code lengths equals the formula, and a receiver that has the old weight decodes every
+// possible new one.
 #include "csrc/math/delta_rungs.h"
 
 #include <gtest/gtest.h>
@@ -7,7 +8,7 @@ namespace {
 
 struct Case {
   tx_dtype dtype;
-  uint32_t weights, by; /* every so many */
+  uint32_t weights, by; /* step through the weights */
   int32_t bounds_by;
 };
 constexpr Case kCases[] = {{TX_BF16, 1u << 16, 7, 31}, {TX_F16, 1u << 16, 7, 13}, {TX_F32, 0xffffffff, 900001, 47}};
@@ -39,7 +40,7 @@ TEST(DeltaRungs, EveryWeightOfAWindowIsFound) {
             if (tx_delta_size_of(now, c.dtype) >= infinity || (v == at && !returns)) continue;
             const int32_t bits = tx_delta_bits(now, bound, returns, c.dtype);
             ASSERT_EQ(tx_delta_rung_bits(&rungs, now, bound, c.dtype), bits) << now << " " << bound;
-            const uint64_t noise = UINT64_C(0x5a5a5a5a5a5a) << bits; /* what comes after it */
+            const uint64_t noise = UINT64_C(0x5a5a5a5a5a5a) << bits; /* the bits of the next codes */
             const auto next = static_cast<uint64_t>(Code(now, bits, c.dtype)) | noise;
             const tx_delta_found found = tx_delta_rung_find(&rungs, weight, bound, next, c.dtype);
             ASSERT_EQ(found.weight, now) << "from " << weight << ", bound " << bound << ", returns " << returns;

@@ -1,4 +1,5 @@
-// Ranks that train nothing in particular and publish what changes, and an engine that follows.
+// A publisher with several ranks, whose random steps change weights and publish them as deltas (tx_delta_encode), and
+// an engine that applies the deltas. Engine and publisher have to end up with the same weights.
 #ifndef TESTS_CORE_DELTA_TRAINER_H
 #define TESTS_CORE_DELTA_TRAINER_H
 
@@ -51,7 +52,7 @@ inline void SetWeight(Bytes *weights, int64_t i, tx_dtype dtype, uint32_t bits) 
   std::memcpy(weights->data() + i * Item(dtype), &bits, static_cast<size_t>(Item(dtype)));
 }
 
-// What a rank has of a parameter, its masters, and what its publisher keeps.
+// One rank's shard of a parameter: its weights and masters, and what its publisher tracks about them.
 struct Shard {
   int64_t param, offset;
   tx_dtype dtype;
@@ -59,7 +60,7 @@ struct Shard {
   Bytes weights, last, changed, distances;
   std::vector<uint16_t> moved;
   std::vector<int64_t> checksums;
-  bool has_changed = true;  // whether its publisher keeps bits
+  bool has_changed = true;  // whether the publisher tracks which elements have changed
 
   Shard(int64_t of, int64_t at, int64_t n, tx_dtype type, std::mt19937_64 *gen) : param(of), offset(at), dtype(type) {
     std::normal_distribution<float> normal(0.0f, 0.02f);
@@ -94,7 +95,7 @@ struct Shard {
     }
     KeepDistances();
   }
-  // Somebody writes to the weights, and they become their own masters.
+  // Simulates a write to the weights from outside; the masters are set to the same value.
   void Overwrite(float x) {
     for (int64_t i = 0; i < numel(); i++)
       SetWeight(&weights, i, dtype, Round(x, dtype));
@@ -139,7 +140,7 @@ class Trainer {
     const std::vector<tx_delta_param> table = Table(params_);
     shards_.resize(static_cast<size_t>(ranks));
     for (size_t p = 0; p < params_.size(); p++) {
-      for (int32_t r = 0; r < ranks; r++) {  // cut anywhere, some ranks have nothing
+      for (int32_t r = 0; r < ranks; r++) {  // divided anywhere; some ranks may get nothing
         const int64_t begin = params_[p].numel * r / ranks, end = params_[p].numel * (r + 1) / ranks;
         if (begin == end) continue;
         shards_[static_cast<size_t>(r)].emplace_back(static_cast<int64_t>(p), begin, end - begin, params_[p].dtype,
@@ -165,7 +166,7 @@ class Trainer {
         shard.Step(lr, &gen_);
   }
 
-  // A part of each rank.
+  // Returns one message part from each rank.
   std::vector<Bytes> Encode(tx_delta_kind kind = TX_DELTA_CHANGES, const tx_parallel *parallel = nullptr) {
     std::vector<Bytes> parts;
     const std::vector<tx_delta_param> table = Table(params_);
@@ -193,7 +194,7 @@ class Trainer {
     return parts;
   }
 
-  // All weights of a parameter.
+  // Returns the whole weights of parameter p.
   Bytes Weights(size_t p) const {
     Bytes all(static_cast<size_t>(params_[p].numel * Item(params_[p].dtype)));
     for (const auto &rank : shards_)
@@ -223,7 +224,7 @@ class Trainer {
   int64_t steps_ = 0;
 };
 
-// Each parameter in a tensor of its own.
+// An engine that keeps each parameter in a tensor of its own. same: it starts with the trainer's weights.
 class Engine {
  public:
   explicit Engine(const Trainer &trainer, bool same = true) {

@@ -1,4 +1,5 @@
-// How much 1 - beta2 is shortened by for v in dithered 8-bit codes, and that steady decays ask for it.
+// tx_dither_lag: the reduction of 1 - beta2 for exp_avg_sq in dithered 8-bit codes, and a simulation that shows why it
+// is needed.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -31,13 +32,13 @@ TEST(DitherLag, FadesWhereAStepMovesVByACode) {
   EXPECT_LT(lag(0.95, 1000), lag(0.99, 1000));
 }
 
-// x rounded to 16 numbers an octave by threshold.
+// x rounded by threshold to 16 numbers per octave.
 float Rounded(float x, uint32_t u) {
   const uint32_t bits = tx_bits_from_f32(x) + (u >> 13);
   return tx_f32_from_bits(bits & ~0x7ffffu);
 }
 
-// How much faster sqrt(v) falls than exp, over `octaves`, without gradients: a fraction.
+// How much faster sqrt(v) decays than exactly, over `octaves` without gradients, as a fraction.
 double Excess(double beta2, double octaves, bool corrected) {
   const int kElements = 512;
   const auto steps = static_cast<int64_t>(octaves * 2 * std::log(2.0) / (1.0 - beta2));
@@ -58,13 +59,14 @@ double Excess(double beta2, double octaves, bool corrected) {
 TEST(DitherLag, SteadyDecaysAreCloserToTheTruth) {
   for (double beta2 : {0.95, 0.98, 0.99, 0.995, 0.997, 0.998, 0.999, 0.9995}) {
     const double without = Excess(beta2, 6, false), with = Excess(beta2, 6, true);
-    EXPECT_GT(without, 0.015) << beta2; /* the lag is there */
-    EXPECT_GT(with, 0.0) << beta2;      /* and not made up for more than that */
+    EXPECT_GT(without, 0.015) << beta2; /* there is a lag to correct */
+    EXPECT_GT(with, 0.0) << beta2;      /* it is not over-corrected */
     EXPECT_LT(with, 0.9 * without) << beta2;
   }
 }
 
-// At 0.995 and 0.998 the lattice's intervals fall in with where spacings change, and add what no constant knows of.
+// 0.995 and 0.998 are left out: there the lattice's intervals coincide with changes of spacing, which adds an error
+// that no constant corrects.
 TEST(DitherLag, MostSteadyDecaysAreRightWithinAHundredth) {
   for (double beta2 : {0.95, 0.98, 0.99, 0.997, 0.999})
     EXPECT_NEAR(Excess(beta2, 6, true), 0.0, 0.01) << beta2;

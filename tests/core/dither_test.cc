@@ -1,4 +1,4 @@
-// Rounding thresholds: pinned values, independence of shards, equidistribution over steps, and what dithering is for.
+// Rounding thresholds: fixed values, independence of shards, equidistribution over steps, and what dithering improves.
 #include "csrc/math/dither.h"
 
 #include <gtest/gtest.h>
@@ -15,7 +15,7 @@ namespace {
 
 constexpr tx_lane kLanes[] = {TX_LANE_EXP_AVG, TX_LANE_EXP_AVG_SQ, TX_LANE_PARAM, TX_LANE_WIRE, TX_LANE_CAST};
 
-// A saved run goes on with the thresholds it had: these numbers never change.
+// These numbers must never change: a run resumed from a checkpoint has to get the same thresholds.
 TEST(Dither, ValuesArePinned) {
   EXPECT_EQ(tx_lattice_base(0, 0, TX_LANE_EXP_AVG, 0, 0), 0x33fe8bd4u);
   EXPECT_EQ(tx_lattice_base(1234, 987654321, TX_LANE_PARAM, 1000, 65536), 0x0473ca33u);
@@ -54,7 +54,7 @@ TEST(Dither, EverySeedIdAndLaneHasAStreamOfItsOwn) {
   EXPECT_EQ(keys.size(), n);
 }
 
-// The largest distance between the share of thresholds below x and x.
+// The largest difference between x and the share of thresholds below x.
 double Discrepancy(std::vector<uint32_t> u) {
   std::sort(u.begin(), u.end());
   double worst = 0;
@@ -66,7 +66,7 @@ double Discrepancy(std::vector<uint32_t> u) {
   return worst;
 }
 
-// Over n steps, or n elements, a lattice is spread to within a few times 1/n; random numbers to within 1/sqrt(n).
+// Over n steps or n elements, a lattice's discrepancy is a few times 1/n; that of random numbers is 1/sqrt(n).
 TEST(Dither, ThresholdsAreEquidistributedOverStepsAndOverElements) {
   const int n = 1000;
   for (const uint32_t element : {0u, 1u, 12345u}) {
@@ -105,11 +105,12 @@ TEST(Dither, StochasticThresholdsLookUniformAndIndependent) {
   EXPECT_GT(Discrepancy(u), 0.2 / std::sqrt(n)); /* a hash, not a lattice */
 }
 
-// Why it exists: an exponential average with beta 0.999 kept in bf16, of squares of normal numbers that become ten
-// times smaller. Nearest stops moving; thresholds keep the mean, the lattice with less noise than the hash.
+// What dithering is for: an exponential average with beta 0.999 kept in bf16, of squares of normal numbers that shrink
+// tenfold. With nearest rounding the average stops moving. Thresholds keep its mean right, and the lattice adds less
+// noise than the hash.
 struct Averages {
-  double mean;      // of v over its true value
-  double step_rms;  // of 1/sqrt(v) against fp32, relative
+  double mean;      // of v, divided by the true mean
+  double step_rms;  // relative error of 1/sqrt(v) against fp32
 };
 template <typename Round>
 Averages RunAverages(Round round) {

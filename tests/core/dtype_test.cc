@@ -1,4 +1,4 @@
-// csrc/core/dtype, dtype_key: names, sizes, and what a configuration may say (C2-C4, E10).
+// csrc/core/dtype, dtype_key: names and sizes of dtypes, and the values that a configuration may have (C2-C4, E10).
 #include <gtest/gtest.h>
 
 #include <cstring>

@@ -1,4 +1,4 @@
-// The order-free sum: against Shewchuk's exact summation, in any order and any split, rounded once.
+// The exact sum of squares: equals Shewchuk's exact summation, for any order and any split, rounded once.
 #include "csrc/math/exact_sum.h"
 
 #include <gtest/gtest.h>
@@ -24,7 +24,7 @@ double Sum(const std::vector<double> &terms) {
   return tx_exact_double(Add(terms).data());
 }
 
-// Shewchuk 1997: non-overlapping partial sums, then rounded once (as Python's math.fsum does).
+// Shewchuk 1997: non-overlapping partial sums, rounded once at the end (as Python's math.fsum does).
 double ShewchukSum(const std::vector<double> &terms) {
   std::vector<double> partials;
   for (double x : terms) {
@@ -46,7 +46,7 @@ double ShewchukSum(const std::vector<double> &terms) {
     low = y - (high - x);
     if (low != 0) break;
   }
-  // Half a unit exactly, and more below: the addition's tie was decided without it.
+  // The last addition was a tie, which it decided without the remaining lower parts.
   if (!partials.empty() && (low < 0) == (partials.back() < 0)) {
     const double twice = 2 * low, up = high + twice;
     if (twice == up - high) high = up;
@@ -54,7 +54,7 @@ double ShewchukSum(const std::vector<double> &terms) {
   return high;
 }
 
-// Sums of squares of fp32 numbers: multiples of 2^-298, of any size up to 2^263.
+// Random numbers like sums of squares of fp32 numbers: multiples of 2^-298, up to 2^263.
 std::vector<double> RandomTerms(std::mt19937_64 &random, size_t n, int lowest, int highest) {
   std::vector<double> terms(n);
   for (double &x : terms) {
@@ -104,7 +104,7 @@ TEST(ExactSum, OrderSplitAndCarriesChangeNoLimb) {
     }
     ASSERT_EQ(merged, whole);
   }
-  // As an all-reduce of many ranks leaves them: sums of carried limbs, not carried again.
+  // As after an all-reduce over many ranks: sums of carried limbs without another carry.
   Limbs reduced{};
   for (int rank = 0; rank < 1000; ++rank) {
     for (size_t i = 0; i < reduced.size(); ++i)
@@ -118,7 +118,7 @@ TEST(ExactSum, OrderSplitAndCarriesChangeNoLimb) {
 }
 
 TEST(ExactSum, RoundsOnceToNearestEven) {
-  const double u = 0x1p-53; /* half a unit in the last place of 1 */
+  const double u = 0x1p-53; /* half an ulp of 1 */
   EXPECT_EQ(Sum({1.0, u}), 1.0);
   for (int e = -54; e >= -298; --e)
     EXPECT_EQ(Sum({1.0, u, std::ldexp(1.0, e)}), 1.0 + 2 * u) << e;
@@ -129,7 +129,7 @@ TEST(ExactSum, RoundsOnceToNearestEven) {
   EXPECT_EQ(Sum({0x1p263, 0x1p210, 0x1p-298}), 0x1p263 + 0x1p211);
 }
 
-// 2^30 additions of the largest parts leave a limb below 2^63, and 2^31 ranks of carried limbs too.
+// 2^30 additions of the largest parts keep a limb below 2^63; so do 2^31 ranks with carried limbs.
 TEST(ExactSum, LimbsCannotOverflowBeforeACarryIsDue) {
   const Limbs one = Add({0x1.fffffffffffffp262});
   Limbs many = one;
@@ -154,7 +154,7 @@ TEST(ExactSum, WhatIsNotASumOfSquaresIsRefusedAndChangesNothing) {
     EXPECT_EQ(tx_exact_add(limbs.data(), bad), 1) << bad;
     EXPECT_EQ(limbs, before) << bad;
   }
-  // Below the least significant bit there is nothing to keep.
+  // Bits below the least significant one are dropped.
   EXPECT_EQ(tx_exact_add(limbs.data(), 0x1p-299), 0);
   EXPECT_EQ(tx_exact_add(limbs.data(), 0x1p-1074), 0);
   EXPECT_EQ(limbs, before);

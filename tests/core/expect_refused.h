@@ -1,4 +1,4 @@
-// A call that is refused with a status, and a message that has a word.
+// Checks that a call returned a given error status and that its message contains a given word.
 #ifndef TESTS_CORE_EXPECT_REFUSED_H
 #define TESTS_CORE_EXPECT_REFUSED_H
 

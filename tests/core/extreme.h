@@ -1,5 +1,5 @@
-// Steps that no training takes on purpose: random finite gradients of every size that fp32 has, beside legal states and
-// hyper-parameters of every size.
+// Random inputs of extreme AdamW steps: finite gradients of every fp32 magnitude, together with legal states and
+// hyper-parameters of every magnitude. No such step may make a state non-finite.
 #ifndef TESTS_CORE_EXTREME_H
 #define TESTS_CORE_EXTREME_H
 
@@ -24,7 +24,7 @@ class Random {
  public:
   explicit Random(uint32_t seed) : gen_(seed) {}
   uint32_t Below(uint32_t bound) { return static_cast<uint32_t>(gen_() % bound); }
-  // Every pattern of a finite number alike: sizes are spread evenly over fp32's exponents.
+  // A uniformly random pattern of a finite number: magnitudes are spread evenly over fp32's exponents.
   float Finite() {
     const uint32_t bits = static_cast<uint32_t>(gen_());
     return tx_f32_from_bits((bits & 0x7f800000u) == 0x7f800000u ? bits ^ 0x40000000u : bits);
@@ -44,12 +44,12 @@ inline float Largest(tx_dtype dtype) {
   return dtype == TX_BF16 ? 0x1.fep127f : dtype == TX_F16 ? 65504.0f : std::numeric_limits<float>::max();
 }
 
-// What is finite stays so.
+// Stores x, clamped so that a finite number stays finite in `dtype`.
 inline void Put(Bytes &to, int64_t i, tx_dtype dtype, float x) {
   tx_store(to.data(), i, dtype, std::clamp(x, -Largest(dtype), Largest(dtype)));
 }
 
-// Hyper-parameters, and what stands beside them in a call.
+// The hyper-parameters, and the scalar tensors of a call.
 struct Constants {
   tx_adamw_group group;
   float grad_scale, clip_coef;
@@ -68,7 +68,8 @@ inline Constants AnyConstants(Random &random) {
   return c;
 }
 
-// Runs of different kinds, so that a loop meets what is large in some of its tiles and blocks and not in others.
+// Fills stretches of 64 elements with different kinds of gradients, so that a loop sees large ones in some of its tiles
+// and blocks only.
 inline void FillGradients(Random &random, Param &p) {
   for (int64_t at = 0; at < p.n; at += 64) {
     const uint32_t kind = random.Below(8);
@@ -78,14 +79,16 @@ inline void FillGradients(Random &random, Param &p) {
       if (kind == 0 || (kind < 3 && i == odd)) g = random.Finite();
       if (kind == 3) g = random.Below(2) ? Largest(TX_F32) : -Largest(TX_F32);
       if (kind == 4) g = 0.0f;
-      if (kind == 5) g = std::ldexp(1.9f + 0.05f * random.Normal(), 63); /* about where they are limited */
+      if (kind == 5)
+        g = std::ldexp(1.9f + 0.05f * random.Normal(), 63); /* near the magnitude at which AdamW clamps gradients */
       if (kind == 6 && i == odd) g = -Largest(TX_F32);
       Put(p.grad, i, p.combo.grad, g);
     }
   }
 }
 
-// Legal codes of a moment with block scales, or finite numbers; of exp_avg_sq, which is none below 0.
+// Fills a moment with legal codes (if its dtype has block scales) or finite numbers. root: it is exp_avg_sq, which is
+// never negative.
 inline void FillMoment(Random &random, Bytes &to, uint8_t *scales, tx_dtype dtype, bool root, int64_t n) {
   for (int64_t at = 0; at < n; at += TX_BLOCK) {
     const uint32_t kind = random.Below(4);
@@ -129,15 +132,15 @@ inline void FillState(Random &random, Param &p) {
   std::memcpy(p.step.data(), &step, 4);
 }
 
-// The scale and the coefficient of a call, which must outlive it.
+// Sets the hyper-parameters, grad_scale and clip_coef of a call. c has to outlive the call.
 inline void Set(Call &call, Constants &c) {
   call.group = c.group;
   call.args.grad_scale = {&c.grad_scale, 1, TX_F32, 0};
   call.args.clip_coef = {&c.clip_coef, 1, TX_F32, 0};
 }
 
-// Whether the step of one element is so far beyond what its numbers can hold that any formula might overflow: its
-// moments in double, m as large as it can have become.
+// Whether the new weight may legally overflow, because the step of this element is too large for its dtype. Estimated
+// in double, with the largest possible |m|.
 inline bool MayOverflow(tx_adamw_constants c, tx_dtype param, double grad, double w, double m, double v) {
   const double most = 31 * 0x1p59;
   const double g = std::clamp(std::clamp(c.factor * grad, -most, most) + c.l2 * w, -most, most);
@@ -148,8 +151,8 @@ inline bool MayOverflow(tx_adamw_constants c, tx_dtype param, double grad, doubl
   return !(quotient < 3e38) || !(moved < 3e38) || !(std::fabs(w) + moved < 0.99 * Largest(param));
 }
 
-// "" where everything that a step has written is finite, or the first thing that is not. before: what it began with.
-// *checked: weights that had to be finite, added to.
+// Returns "" if everything that a step wrote is finite, else a description of the first number that is not. before: the
+// state before the step. *checked is increased by the number of weights that had to be finite.
 inline std::string NotFinite(Param before, Param &after, const Constants &constants, int64_t *checked) {
   const Combo &c = after.combo;
   float taken;

@@ -1,6 +1,6 @@
-// A libnccl.so.2 that is pretended, for tests of the protocol around it: ranks are threads, "device" memory is the
-// host's, and an operation happens when the last rank has issued it. What it does wrong is asked for with fake_nccl_*.
-// Declarations are written out here, not taken from the code under test.
+// A fake libnccl.so.2 for the tests of the code that calls NCCL. Ranks are threads, "device" memory is host memory, and
+// an operation takes place when the last rank has issued it. Tests request faults by the fake_nccl_* functions. NCCL's
+// declarations are written out here, independently of the code under test.
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
@@ -41,12 +41,12 @@ struct Id {
   char internal[128];
 };
 
-// What tests ask for, and what they count.
+// Faults that tests request, and counters that they read.
 int slow_polls, init_result = kSuccess, async_error = kSuccess, group_result = kSuccess, issue_result = kSuccess;
 int aborts, destroys, finalizes, windows, memories, groups;
 long ids;
-int error_of, failing_id;  // of which communicators; 0: of all
-std::string calls;         // of communicators, a line each; a communicator is the number of its id
+int error_of, failing_id;  // the communicator to which a fault applies; 0: all of them
+std::string calls;         // log of the calls, one line each; a communicator is named by the number of its id
 std::map<std::string, std::shared_ptr<Clique>> cliques;
 
 }  // namespace
@@ -68,7 +68,7 @@ void note(const char *what, const ncclComm *comm, const std::string &more = "") 
   calls += std::string(what) + " " + std::to_string(comm->id) + more + "\n";
 }
 
-// Under the lock: whatever all ranks have issued happens.
+// Performs the operations that all ranks have issued. The caller holds the lock.
 void progress(Clique &clique) {
   for (;;) {
     for (int r = 0; r < clique.n_ranks; r++)
@@ -118,12 +118,13 @@ void fake_nccl_reset() {
   error_of = failing_id = 0;
   calls.clear();
 }
-// The number of the only communicators whose init_result or async_error it is.
+// Restricts init_result and async_error to the communicator with this number.
 void fake_nccl_errors_of(int id) {
   std::lock_guard<std::mutex> hold(lock);
   error_of = failing_id = id;
 }
-// "init 1 ctas 33", "group 2 stream 7", "window 1", "abort 1 grouped", "finalize 1", "destroy 1" so far.
+// The log so far, with lines such as "init 1 ctas 33", "group 2 stream 7", "window 1", "abort 1 grouped", "finalize 1",
+// "destroy 1".
 const char *fake_nccl_calls() {
   std::lock_guard<std::mutex> hold(lock);
   return strdup(calls.c_str());
@@ -142,25 +143,25 @@ void fake_nccl_group_result(int result) {
   std::lock_guard<std::mutex> hold(lock);
   group_result = result;
 }
-// Of every operation inside a group that was taken; ncclInProgress: the group has not begun yet.
+// The result of every accepted operation inside a group. ncclInProgress: the group has not started yet.
 void fake_nccl_issue_result(int result) {
   std::lock_guard<std::mutex> hold(lock);
   issue_result = result;
 }
-// aborts, destroys, finalizes, windows that are registered, memories that are allocated, groups
+// aborts, destroys, finalizes, registered windows, allocated memories, groups
 void fake_nccl_counts(int *counts) {
   std::lock_guard<std::mutex> hold(lock);
   const int found[] = {aborts, destroys, finalizes, windows, memories, groups};
   memcpy(counts, found, sizeof found);
 }
-// Waits until so many operations of the only clique happened; whether they did within a few seconds.
+// Waits until the only clique has performed this many operations; returns 0 after 20 seconds.
 int fake_nccl_wait(int operations) {
   std::unique_lock<std::mutex> hold(lock);
   return changed.wait_for(hold, std::chrono::seconds(20),
                           [&] { return !cliques.empty() && cliques.begin()->second->done >= operations; });
 }
 
-// The same of every clique.
+// The same for all cliques.
 int fake_nccl_wait_all(int operations) {
   std::unique_lock<std::mutex> hold(lock);
   return changed.wait_for(hold, std::chrono::seconds(20), [&] {

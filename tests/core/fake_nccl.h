@@ -1,4 +1,4 @@
-// The pretended libnccl.so.2 (fake_nccl.cc) in its variants, and what a test may ask of it.
+// Loads the fake libnccl.so.2 (fake_nccl.cc) in one of its variants, and reads its counters.
 #ifndef TX_FAKE_NCCL_H
 #define TX_FAKE_NCCL_H
 
@@ -9,10 +9,10 @@
 
 #include "gtest/gtest.h"
 
-// "fake_nccl.so" (2.28.9), "fake_nccl_plain.so" (2.21.5: no windows), "fake_nccl_old.so" (2.18.3),
-// "fake_nccl_lacking.so" (without ncclCommFinalize), "libnccl.so.2" (2.28.9, by its real name).
+// Returns the path of a variant: "fake_nccl.so" (2.28.9), "fake_nccl_plain.so" (2.21.5: no windows), "fake_nccl_old.so"
+// (2.18.3), "fake_nccl_lacking.so" (without ncclCommFinalize), "libnccl.so.2" (2.28.9, under NCCL's own name).
 inline std::string fake_nccl_path(const std::string &file) {
-  const char *folder = std::getenv("TX_FAKE_NCCL");  // where it isn't Bazel that runs the test
+  const char *folder = std::getenv("TX_FAKE_NCCL");  // set when the test is not run by Bazel
   return std::string(folder ? folder : "./tests/core") + "/" + file;
 }
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# PROGRAM TEXT: passes where the program fails and prints the text, a basic regular expression.
+# finds.sh PROGRAM TEXT: passes if the program fails and its output matches TEXT, a basic regular expression.
 set -uo pipefail
-unset XML_OUTPUT_FILE GTEST_OUTPUT # the program's failures are none of the report's
+unset XML_OUTPUT_FILE GTEST_OUTPUT # the program's failures must not be in this test's report
 if printed=$("$1" 2>&1); then
   echo "$1 did not fail: the bug that was put in is not found"
   exit 1

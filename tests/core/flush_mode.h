@@ -1,5 +1,6 @@
-// A floating-point mode that a caller may have set (torch.set_flush_denormal): flush to zero, subnormal inputs as zero,
-// and here round down as well. No operator may compute in it, and each must leave it as it was.
+// A floating-point mode that a caller may have set (by torch.set_flush_denormal): flush to zero, subnormal inputs read
+// as zero, and here also rounding towards minus infinity. Operators have to compute as if it were not set, and leave it
+// set.
 #ifndef TX_TESTS_CORE_FLUSH_MODE_H
 #define TX_TESTS_CORE_FLUSH_MODE_H
 
@@ -8,7 +9,7 @@
 #include "csrc/core/fp_mode.h"
 
 #if defined(__x86_64__)
-// Sets the mode, calls, and expects the mode to be as it was set.
+// Runs `call` with the mode set, and expects the mode to be unchanged afterwards.
 template <typename Call>
 void CallInFlushMode(Call call) {
   const unsigned flush = 0x1f80u | 0x8000u | 0x0040u | 0x2000u;
@@ -34,7 +35,7 @@ void CallInFlushMode(Call call) {
 #else
 template <typename Call>
 void CallInFlushMode(Call call) {
-  call(); /* the mode is not set here: the calls still count as plain ones */
+  call(); /* the mode cannot be set on this processor: an ordinary call */
 }
 #endif
 

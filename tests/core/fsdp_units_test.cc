@@ -1,4 +1,4 @@
-// tx_fsdp_units: which blocks full sharding gathers together.
+// tx_fsdp_units: which blocks FSDP2 gathers together as a unit.
 #include <gtest/gtest.h>
 
 #include <cstdint>
@@ -53,7 +53,7 @@ const Case kCases[] = {
 INSTANTIATE_TEST_SUITE_P(Cases, FsdpUnitsTest, testing::ValuesIn(kCases),
                          [](const auto &info) { return std::string(info.param.id); });
 
-// By its rule: a unit ends with the first block that makes it large enough, and the last one takes what is left over.
+// The rule: a unit ends with the first block that makes it large enough; the last unit also takes the remaining blocks.
 TEST(FsdpUnitsProperty, AUnitIsNoLargerThanItMustBeAndNoneIsSmallerThanTheLeast) {
   std::mt19937_64 random(23);
   const auto draw = [&](int64_t low, int64_t high) {
@@ -76,7 +76,7 @@ TEST(FsdpUnitsProperty, AUnitIsNoLargerThanItMustBeAndNoneIsSmallerThanTheLeast)
       if (!is_last) {
         ASSERT_LT(std::accumulate(first, last - 1, INT64_C(0)), least) << "round " << round;
       } else {
-        // It is one unit, and what follows its first blocks that were enough is not enough for another.
+        // The last unit: the blocks after those that made it large enough are not enough for another unit.
         int64_t rest = 0, numel = 0;
         for (auto it = first; it != last; it++) {
           if (numel >= least) rest += *it;

@@ -1,4 +1,4 @@
-// tx_gather_dtype: what no_shard gathers its sums in.
+// tx_gather_dtype: the dtype in which no_shard all-gathers its sums.
 #include <gtest/gtest.h>
 
 #include "csrc/torch_ext_advanced.h"

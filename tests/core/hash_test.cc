@@ -1,4 +1,4 @@
-// csrc/core/hash, param_id: numbers that are saved in checkpoints and exchanged between ranks.
+// csrc/core/hash, param_id: numbers that are stored in checkpoints and compared between ranks.
 #include "csrc/core/hash.h"
 
 #include <gtest/gtest.h>
@@ -37,7 +37,7 @@ TEST(ParamId, is_63_bits_stable_and_spread) {
   }
   EXPECT_EQ(ids.size(), 10000u);
   EXPECT_EQ(tx_param_id(nullptr), tx_param_id(""));
-  // Saved in checkpoints: the value of a name never changes.
+  // Stored in checkpoints: the value for a name must never change.
   EXPECT_EQ(tx_param_id("weight"), INT64_C(8806187764047091366));
 }
 

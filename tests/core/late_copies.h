@@ -1,5 +1,5 @@
-// Copies for tx_adamw_offloaded, for tests: copies are made when somebody waits for them, and until then what they
-// write is rubbish.
+// A tx_copy_ops for the tests of tx_adamw_offloaded that copies as late as possible: a copy is made when something
+// waits for it. Until then its destination contains garbage, so that reading it too early gives wrong bits.
 #ifndef TESTS_CORE_LATE_LANES_H
 #define TESTS_CORE_LATE_LANES_H
 
@@ -35,22 +35,23 @@ class LateCopies {
   }
   tx_copy_ops *copy_ops() { return &copy_ops_; }
 
-  // Everything that was asked for is done.
+  // Makes all outstanding copies.
   void End() {
     for (int way : {0, 1})
-      WorkOff(way, ways_[way].asked());
+      RunTasksUpTo(way, ways_[way].asked());
   }
 
-  // Which function fails ("copy", "mark", "wait", "follow"), on which way, from which call of it on, and how often.
+  // Injects failures: which function fails ("copy", "mark", "wait", "follow"), in which direction, from which of its
+  // calls on, and for how many calls.
   std::string fails;
   int fails_up = 0;
   int64_t fails_from = 0, fails_for = INT64_MAX;
 
-  int64_t copies[2] = {0, 0};                        // by way
-  int64_t bytes[2] = {0, 0};                         // by way
-  int64_t marks[2] = {0, 0};                         // by way
-  std::map<int64_t, std::set<std::thread::id>> who;  // by slot
-  int64_t most_under_way = 0;                        // of a slot: marks on the way down without one on the way up
+  int64_t copies[2] = {0, 0};                        // by direction: [0] down to the device, [1] up to the host
+  int64_t bytes[2] = {0, 0};                         // by direction
+  int64_t marks[2] = {0, 0};                         // by direction
+  std::map<int64_t, std::set<std::thread::id>> who;  // the threads that marked a slot
+  int64_t most_under_way = 0;  // of a slot: the largest number of marks on the way down without one on the way up
 
  private:
   struct Way {
@@ -59,7 +60,7 @@ class LateCopies {
     int64_t asked() const { return done + static_cast<int64_t>(tasks.size()); }
   };
 
-  // The mutex is held.
+  // Counts a call and returns an error if it has to fail. The caller holds the mutex.
   tx_status Called(const std::string &name, int up, tx_error *error) {
     if (name != fails || up != fails_up) return TX_OK;
     const int64_t call = calls_++ - fails_from;
@@ -73,7 +74,8 @@ class LateCopies {
     if (Called("copy", up, error) != TX_OK) return TX_ERROR_UNAVAILABLE;
     copies[up]++;
     bytes[up] += n;
-    // What follows something may have readers until then.
+    // A copy down after Follow may still have readers of its destination, so the destination keeps its bytes until
+    // then.
     if (up || !follows_.count(std::this_thread::get_id())) std::memset(to, 0xb3, static_cast<size_t>(n));
     ways_[up].tasks.push_back([=] { std::memcpy(to, from, static_cast<size_t>(n)); });
     return TX_OK;
@@ -94,7 +96,7 @@ class LateCopies {
   tx_status Wait(int up, int64_t slot, tx_error *error) {
     const std::lock_guard<std::recursive_mutex> lock(mutex_);
     if (Called("wait", up, error) != TX_OK) return TX_ERROR_UNAVAILABLE;
-    WorkOff(up, marked_[{up, slot}]);
+    RunTasksUpTo(up, marked_[{up, slot}]);
     return TX_OK;
   }
 
@@ -103,11 +105,11 @@ class LateCopies {
     if (Called("follow", 0, error) != TX_OK) return TX_ERROR_UNAVAILABLE;
     follows_.insert(std::this_thread::get_id());
     const int64_t upto = marked_[{1, slot}];
-    ways_[0].tasks.push_back([=, this] { WorkOff(1, upto); });
+    ways_[0].tasks.push_back([=, this] { RunTasksUpTo(1, upto); });
     return TX_OK;
   }
 
-  void WorkOff(int way, int64_t upto) {
+  void RunTasksUpTo(int way, int64_t upto) {
     const std::lock_guard<std::recursive_mutex> lock(mutex_);
     while (ways_[way].done < upto) {
       const std::function<void()> task = std::move(ways_[way].tasks.front());

@@ -1,4 +1,4 @@
-// csrc/core/layout: the bucket planner and its fingerprint (F1-F4, F6).
+// csrc/core/layout: the planner of buckets, and its fingerprint (F1-F4, F6).
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -120,7 +120,7 @@ TEST(Layout, F1_a_tied_parameter_is_placed_once) {
 struct DefaultCap {
   const char *id;
   tx_dtype wire;
-  int64_t world, numel, cap;  // elements of the buffer and of a bucket
+  int64_t world, numel, cap;  // elements of the whole buffer, and of a bucket
 };
 
 void PrintTo(const DefaultCap &c, std::ostream *out) {
@@ -161,8 +161,8 @@ INSTANTIATE_TEST_SUITE_P(Cases, LayoutDefaultCapTest, testing::ValuesIn(kDefault
                          [](const auto &info) { return std::string(info.param.id); });
 
 TEST(Layout, F2_default_cap_is_that_of_each_buffer) {
-  // 2.56 MB are four buckets of at least 512 KiB where they are alone, and so they are before 32 times as many numbers
-  // of another dtype, and where each is tied to others.
+  // 2.56 MB alone are four buckets of at least 512 KiB. They remain four if there are also 32 times as many elements of
+  // another dtype, and if each parameter has tied copies.
   std::vector<tx_layout_param> params(20, Param(64000));
   ASSERT_EQ(Plan(Args(params, 1)).summary.n_buckets, 4);
   params.insert(params.end(), 20, Param(32 * 64000, TX_F32));
@@ -226,8 +226,8 @@ TEST(Layout, F1_F3_properties) {
     if (trial % 2) args.order = order.data();
     const Plan plan(args);
 
-    // Every element of every buffer belongs to at most one parameter, and of every parameter to one bucket and one
-    // shard.
+    // Every element of a buffer belongs to at most one parameter. Every element of a parameter belongs to one bucket
+    // and one shard.
     std::map<int64_t, std::vector<std::tuple<int64_t, int64_t>>> taken;
     std::vector<int64_t> in_bucket(plan.buckets.size());
     for (size_t i = 0; i < n; i++) {
@@ -265,7 +265,7 @@ TEST(Layout, F1_F3_properties) {
       for (size_t k = 1; k < ranges.size(); k++)
         ASSERT_LE(std::get<1>(ranges[k - 1]), std::get<0>(ranges[k]));
     }
-    // Buckets of one buffer follow each other; all but the last of a buffer reached the cap; shards tile each.
+    // Buckets of a buffer follow each other without gaps; all but the last reached the cap; shards tile each bucket.
     for (size_t b = 0; b < plan.buckets.size(); b++) {
       const tx_layout_bucket &bucket = plan.buckets[b];
       ASSERT_EQ(bucket.n_params, in_bucket[b]);
@@ -290,7 +290,7 @@ TEST(Layout, F1_F3_properties) {
       }
       ASSERT_EQ(expected, bucket.offset + bucket.size);
     }
-    // The order is respected within a bucket.
+    // Within a buffer, parameters are in the requested order.
     const auto nth = [&](size_t k) { return args.order ? static_cast<size_t>(order[k]) : n - 1 - k; };
     std::map<int64_t, int64_t> last_start;
     for (size_t k = 0; k < n; k++) {
@@ -392,7 +392,7 @@ TEST(Layout, many_parameters_in_any_order) {
   EXPECT_EQ(Plan(args).summary.n_buckets, 7000 - 7000 / 11);
   tx_layout_summary summary;
   tx_error error;
-  order[69999] = 65000;  // a window of 2^15 later than its double
+  order[69999] = 65000;  // 2^15 positions after the first 65000
   EXPECT_EQ(tx_layout_plan(&args, nullptr, nullptr, 0, &summary, &error), TX_ERROR_INVALID_ARGUMENT);
   EXPECT_NE(std::string(error.message).find("65000 twice"), std::string::npos) << error.message;
 }

@@ -1,4 +1,4 @@
-// csrc/core/link: the speed of a link from how long rounds took, and whether bytes are worth compressing.
+// csrc/core/link: estimates a link's speed from the durations of test rounds, and decides whether compression pays off.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -12,7 +12,7 @@
 namespace {
 
 constexpr int64_t kMs = 1000 * 1000;
-using Times = std::vector<int64_t>;  // TX_LINK_ROUNDS of each rank
+using Times = std::vector<int64_t>;  // TX_LINK_ROUNDS entries per rank
 
 TEST(Link, parts_are_4_MiB_together_and_long_enough) {
   EXPECT_EQ(tx_link_part_bytes(2), 4 << 20);
@@ -60,8 +60,9 @@ TEST(Link, what_nobody_can_know_is_not_known) {
   EXPECT_EQ(tx_link_gbps(nullptr, nullptr, 2), 0);
 }
 
-// Of every rank and round: what it takes on the wire, and what threads wait for processors meanwhile: `load` times as
-// long as they compute, in whole slices; a part of that is hidden, since several threads wait, or none needs to go on.
+// Simulated measurements of every rank and round: time on the wire, plus time that threads wait for a processor. They
+// wait `load` times as long as they compute, in whole time slices. Part of the wait is hidden, since several threads
+// wait at once, or none of them has to go on.
 struct Starved {
   Times took, waited;
 

@@ -1,4 +1,4 @@
-// What tx_memory_plan is asked in tests, and a layout to ask it of.
+// Inputs for the tests of tx_memory_plan: a model, its layout, and the arguments.
 #ifndef TESTS_CORE_MEMORY_QUESTION_H
 #define TESTS_CORE_MEMORY_QUESTION_H
 
@@ -23,19 +23,19 @@ constexpr tx_memory_state State(tx_dtype exp_avg, tx_dtype exp_avg_sq, tx_dtype 
   return {exp_avg, exp_avg_sq, master, 0};
 }
 
-// Reduced in its own dtype, as all of it is trained.
+// A unit of FSDP2 that is trained completely and whose gradients are reduced in the weights' dtype.
 inline tx_memory_unit Unit(int64_t numel, tx_dtype dtype = TX_BF16) {
   return {numel, numel, dtype, dtype, dtype, 0};
 }
 
-// A model, what is asked of it, and the parts of the answer. What is left out is 0.
+// A model, the training set-up, and the expected parts of tx_memory. Fields that are not given are 0.
 struct Case {
   const char *id;
   std::vector<tx_layout_param> params;
   tx_memory_state state;
   int64_t world, cap;
   tx_strategy strategy;
-  tx_memory bytes;  // without total and peak
+  tx_memory bytes;  // expected; without total and peak
   std::vector<tx_memory_unit> units = {};
   int64_t frozen_bytes = 0;
   int64_t in_flight = 4;
@@ -46,7 +46,7 @@ inline void PrintTo(const Case &c, std::ostream *out) {
   *out << c.id;
 }
 
-// A layout and everything that tx_memory_plan wants of it.
+// A planned layout and the tx_memory_args that refer to it.
 struct Question {
   explicit Question(const Case &c) : params(c.params), units(c.units) {
     layout = TX_LAYOUT_ARGS_INIT;

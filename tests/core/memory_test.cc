@@ -1,4 +1,4 @@
-// csrc/core/memory: bytes of one rank under each strategy (E1-E3).
+// csrc/core/memory: predicted bytes on one rank under each strategy (E1-E3).
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr int64_t kLargest = INT64_MAX / 16;  // elements that a buffer may have
+constexpr int64_t kLargest = INT64_MAX / 16;  // the most elements that a buffer may have
 
 constexpr tx_memory_state kMixed = State(TX_BF16, TX_BF16, TX_F32);
 
@@ -41,8 +41,8 @@ TEST_P(MemoryTest, part_by_part) {
   EXPECT_EQ(memory.peak, std::max(total + memory.transient, moment));
 }
 
-// Four ranks and a cap of 1000: 38400 elements in a bucket of 38400, then 1000 in one of 1024: 39400 in 39424, whose
-// quarter is 9856; three quarters, 29568, come from the others.
+// Four ranks and a cap of 1000: 38400 elements in a bucket of 38400, then 1000 in one of 1024. That is 39400 elements
+// in 39424; a quarter is 9856. Three quarters, 29568, are received from the other ranks.
 const std::vector<tx_layout_param> kModel = {Param(1000), Param(38400)};
 const std::vector<tx_layout_param> kWide = {Param(1000, TX_BF16, TX_F32, TX_BF16),
                                             Param(38400, TX_BF16, TX_F32, TX_BF16)};
@@ -329,7 +329,7 @@ TEST(Memory, a_narrow_wire_of_a_unit_is_packed_and_frozen_parameters_are_not_red
   const Question question(c);
   tx_memory memory = {};
   ASSERT_EQ(tx_memory_plan(&question.args, &memory, nullptr), TX_OK);
-  const int64_t wire = 256 + 2;  // codes and scales; three quarters come from the others
+  const int64_t wire = 256 + 2;  // codes and scales; three quarters are received from the other ranks
   EXPECT_EQ(memory.transient, 1280 * 2 + 256 * 2 + 256 * 4 + wire + (wire - wire / 4));
 }
 
@@ -403,7 +403,7 @@ TEST(Memory, slots_are_two_of_each_class_and_role) {
   EXPECT_EQ(memory.transient, 2 * 10240 + (512 * 9 + 1) * 2) << "9216 and 10240 bytes are of one class";
 }
 
-// The same question without compressed messages and with them.
+// The plan of the same case without and with compressed messages.
 struct Plans {
   explicit Plans(const Case &c) {
     Question question(c);
@@ -414,7 +414,7 @@ struct Plans {
   tx_memory plain = {}, compressed = {};
 };
 
-// Both ways: parts, and where all ranks want them, sums on their way back.
+// Compressed parts in both directions; and if all ranks get the sums, the sums on their way back.
 TEST(Memory, compressed_messages_are_beside_the_buckets) {
   const int64_t numel = 1 << 15;
   Case c = kCases[0];
@@ -439,7 +439,7 @@ TEST(Memory, compressed_messages_are_beside_the_buckets) {
         << world << " ranks, strategy " << strategy;
     EXPECT_EQ(compressed.total, plain.total);
   }
-  c.params = {Param(numel, TX_BF16, TX_F32, TX_F32)}; /* no bf16 travels */
+  c.params = {Param(numel, TX_BF16, TX_F32, TX_F32)}; /* nothing is sent in bf16 */
   const auto [plain, compressed] = Plans(c);
   EXPECT_EQ(compressed.transient, plain.transient);
 }
@@ -459,9 +459,9 @@ TEST(Memory, joined_buckets_are_two_messages_of_as_many_as_travel_together) {
       ASSERT_EQ(tx_memory_plan(&question.args, &memory, nullptr), TX_OK);
       const int64_t bucket = numel * 2, most = tx_coalesce_most(n * bucket, strategy != TX_NO_SHARD, 0);
       const int64_t whole = tx_coalesce_whole(n * bucket);
-      const int64_t together = !whole && most < 2 * bucket ? 0 : most; /* where it is less than two neighbours take */
-      // Other ranks' parts are received; and a message is made in memory of its own where a rank's parts do not follow
-      // each other as they are.
+      const int64_t together =
+          !whole && most < 2 * bucket ? 0 : most; /* 0 if it is less than two neighbouring buckets */
+      // Other ranks' parts are received. A message needs memory of its own if a rank's parts of it are not contiguous.
       const int64_t one = strategy == TX_OPTIM_GRADS ? 7 : 3, joined = strategy == TX_NO_SHARD ? 3 : 7;
       const int64_t held = whole ? n * bucket : together;
       const int64_t grads = strategy == TX_OPTIM_GRADS ? std::max(bucket, held) : bucket;
@@ -505,7 +505,7 @@ TEST(Memory, known_messages_are_counted_as_they_are) {
 TEST(Memory, ends_that_are_none_are_refused) {
   Case c = kCases[0];
   c.params = std::vector<tx_layout_param>(4, Param(1 << 18));
-  c.params.push_back(Param(1 << 18, TX_F32)); /* a buffer of its own */
+  c.params.push_back(Param(1 << 18, TX_F32)); /* in a buffer of its own */
   c.cap = 1 << 18;
   Question question(c);
   question.args.n_buckets = 5;

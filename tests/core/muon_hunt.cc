@@ -1,5 +1,5 @@
-// Runs the programs of seeds FIRST ... LAST - 1 (tests/core/muon_world.h) until one is wrong, which it prints, and
-// shrunk. One seed again: muon_hunt SEED SEED+1.
+// Runs the programs of the seeds FIRST ... LAST - 1 (tests/core/muon_world.h) until one fails; then prints it, and the
+// smallest program that still fails. To repeat one seed: muon_hunt SEED SEED+1.
 //
 //     muon_hunt FIRST LAST
 #include "tests/core/muon_world.h"

@@ -1,4 +1,4 @@
-// csrc/core/muon_memory: what the products of Muon's matrices take, and what is on its way in a step.
+// csrc/core/muon_memory: memory for the products of Muon's matrices, and for matrices in flight during a step.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace {
 
-// Two parameters of 6 x 100 and 8 x 50 in two buckets over two ranks, the second of two matrices.
+// Two parameters of 6 x 100 and 8 x 50 in two buckets over two ranks. The second consists of two matrices.
 struct Matrices {
   const int64_t shapes[2][2] = {{6, 100}, {8, 50}};
   std::vector<tx_muon_matrix> matrices = {{0, 0, 6, 100, 0, TX_BF16, TX_F32, 0},
@@ -18,7 +18,7 @@ struct Matrices {
                                           {1, 200, 4, 50, 1, TX_BF16, TX_F32, 0}};
   std::vector<int64_t> room;
   int64_t threads = 1;
-  int64_t start_of_last = -1; /* where it is not where tx_layout_plan has it */
+  int64_t start_of_last = -1; /* overrides the place that tx_layout_plan gave it */
   Case c = {"", {Param(600), Param(400)}, State(TX_BF16, TX_NONE, TX_NONE), 2, 100, TX_NO_SHARD, {}, {Unit(1000)}};
 
   tx_status Plan(tx_strategy strategy, int64_t world, tx_memory *memory, tx_error *error) {
@@ -43,7 +43,8 @@ TEST(MemoryOfMatrices, PartByPart) {
   Matrices m;
   tx_memory memory;
   tx_error error;
-  const int64_t products = 2 * 600 * 4 + 4 * 6 * 6 * 4;  // copied: they travel in another dtype
+  const int64_t products =
+      2 * 600 * 4 + 4 * 6 * 6 * 4;  // copied, because the exchange's dtype differs from the products'
   ASSERT_EQ(m.Plan(TX_NO_SHARD, 1, &memory, &error), TX_OK) << error.message;
   EXPECT_EQ(memory.moments, 1000 * 2);
   EXPECT_EQ(memory.products, products + 600 * 2);
@@ -52,7 +53,7 @@ TEST(MemoryOfMatrices, PartByPart) {
   EXPECT_EQ(memory.products, products);
   EXPECT_EQ(memory.stepping, 1000 * 2);
   EXPECT_EQ(memory.total, memory.params + memory.grads + memory.moments + memory.steps + products);
-  // Rows 0 to 2 and 3 to 5, 0 to 3 and 4 to 7.
+  // Rows 0 to 2 and 3 to 5; 0 to 3 and 4 to 7.
   ASSERT_EQ(m.Plan(TX_OPTIM_GRADS_PARAMS, 2, &memory, &error), TX_OK) << error.message;
   const tx_muon_run runs[] = {{0, 300}, {300, 600}, {0, 200}, {200, 400}};
   tx_muon_exchange_args args = TX_MUON_EXCHANGE_ARGS_INIT;
@@ -72,12 +73,12 @@ TEST(MemoryOfMatrices, PartByPart) {
   EXPECT_EQ(memory.peak, memory.total + std::max(memory.transient, memory.stepping));
 }
 
-// In bf16 on two threads two matrices at a time, where they are not cut over ranks.
+// In bf16 two threads process two matrices at a time, if the matrices are not sharded.
 TEST(MemoryOfMatrices, OfLanes) {
   Matrices m;
   for (tx_muon_matrix &one : m.matrices)
     one.products = TX_BF16;
-  m.matrices[2].begin = 192;  // at a cache line
+  m.matrices[2].begin = 192;  // starts at a cache line
   m.matrices[1].columns = m.matrices[2].columns = 48;
   tx_memory memory;
   tx_error error;
@@ -86,8 +87,8 @@ TEST(MemoryOfMatrices, OfLanes) {
   EXPECT_EQ(memory.products, products + 600 * 2);
   m.threads = 2;
   ASSERT_EQ(m.Plan(TX_NO_SHARD, 1, &memory, &error), TX_OK) << error.message;
-  EXPECT_EQ(memory.products, 2 * products + 3 * 1216);  // of three matrices, at cache lines
-  m.threads = 5;                                        // as of one: these have products to themselves
+  EXPECT_EQ(memory.products, 2 * products + 3 * 1216);  // of three matrices, aligned to cache lines
+  m.threads = 5;                                        // as with one thread: each matrix gets all threads
   ASSERT_EQ(m.Plan(TX_NO_SHARD, 1, &memory, &error), TX_OK) << error.message;
   EXPECT_EQ(memory.products, products + 600 * 2);
   m.threads = 3;
@@ -113,7 +114,7 @@ TEST(MemoryOfMatrices, IllegalOnes) {
   EXPECT_NE(refused([](auto &m) { m[0].owner = 2; }).find("of rank 2"), std::string::npos);
   EXPECT_NE(refused([](auto &m) { m[0].columns = INT64_MAX; }).find("matrices[0]"), std::string::npos);
   Matrices m;
-  m.threads = INT64_MAX;  // no number of threads is too large
+  m.threads = INT64_MAX;  // any number of threads is legal
   tx_memory memory;
   EXPECT_EQ(m.Plan(TX_NO_SHARD, 1, &memory, nullptr), TX_OK);
   Question question(m.c);
@@ -124,7 +125,7 @@ TEST(MemoryOfMatrices, IllegalOnes) {
   EXPECT_NE(std::string(error.message).find("room"), std::string::npos) << error.message;
 }
 
-// Places are what tx_layout_plan makes, or are refused: a matrix is cut where its parameter lies.
+// Places have to be those of tx_layout_plan, because they determine how a matrix is sharded.
 TEST(MemoryOfMatrices, OfParametersOutsideOfTheirBucket) {
   for (const int64_t start : {INT64_MIN, int64_t{-128}, int64_t{1} << 40, INT64_MAX}) {
     Matrices m;

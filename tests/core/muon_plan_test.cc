@@ -1,4 +1,4 @@
-// What Muon decides from shapes alone: products, what they take, and which rank makes them.
+// What Muon derives from shapes alone: the matrix products, their cost and memory, and the rank that computes them.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -18,7 +18,7 @@ TEST(MuonProducts, AreCountedWhereThereIsRoom) {
   int32_t found = -1, last = -1;
   const int64_t n = tx_muon_products(&iteration, nullptr, 0, &found, &last);
   ASSERT_GT(n, 0);
-  EXPECT_EQ(found, TX_MUON_X);  // of two rounds, back where it was
+  EXPECT_EQ(found, TX_MUON_X);  // after two rounds the result is in X again
   EXPECT_GE(last, TX_MUON_SQUARES);
   std::vector<tx_muon_product> products(static_cast<size_t>(n) + 1);
   products.back().kind = 77;
@@ -47,7 +47,7 @@ TEST(MuonProducts, OfBf16HaveAThreadEach) {
   EXPECT_EQ(tx_muon_lanes(768, 768, TX_BF16, 64), 0);
 }
 
-// In units of r^3, of 4:1, 3:1 and squares; five steps.
+// In units of r^3, r being the shorter side: shapes of 4:1, 3:1 and squares; five steps.
 TEST(Decisions, OperationsOfBothIterations) {
   const double unit = 64.0 * 64 * 64;
   const auto operations = [](int64_t rows, int64_t columns, int64_t steps, int32_t ns, int64_t restart) {
@@ -63,7 +63,7 @@ TEST(Decisions, OperationsOfBothIterations) {
   EXPECT_EQ(operations(64, 64, 0, TX_MUON_GRAM, 0), 0.0);
 }
 
-// Symmetric products in two panels are 3/4 of whole ones, in six 7/12.
+// A symmetric product costs 3/4 of a full one in two panels, 7/12 in six.
 TEST(Decisions, OperationsOfPanels) {
   const double unit = 768.0 * 768 * 768;
   for (const auto &[panel, share] : {std::pair{768, 1.0}, std::pair{384, 3.0 / 4}, std::pair{0, 7.0 / 12}}) {
@@ -94,7 +94,7 @@ TEST(Decisions, Panels) {
   }
 }
 
-// Of every panel that there may be, what is multiplied out and what is mirrored cover the square.
+// For every possible panel size, the parts that are multiplied and those that are mirrored cover the square.
 TEST(Decisions, PanelsCoverSquares) {
   for (int64_t n : {1, 63, 255, 256, 640, 641, 700, 4097}) {
     for (int64_t threads : {1, 2}) {
@@ -114,7 +114,7 @@ TEST(Decisions, PanelsCoverSquares) {
   }
 }
 
-// Shapes of well-known models: layers, and the matrices of each.
+// Shapes of well-known models: number of layers, and the matrices of each layer.
 struct Model {
   const char *name;
   int64_t layers;
@@ -152,15 +152,15 @@ tx_status Plan(const std::vector<double> &sizes, int64_t ranks, std::vector<int3
   return tx_plan_owners(n, sizes.data(), ranks, room.data(), owners->data(), fingerprint, error);
 }
 
-double MostOf(const std::vector<double> &sizes, const std::vector<int32_t> &owners, int64_t ranks) {
+double LargestLoad(const std::vector<double> &sizes, const std::vector<int32_t> &owners, int64_t ranks) {
   std::vector<double> loads(static_cast<size_t>(ranks));
   for (size_t i = 0; i < sizes.size(); i++)
     loads.at(static_cast<size_t>(owners[i])) += sizes[i];
   return *std::max_element(loads.begin(), loads.end());
 }
 
-// Ranks that pieces need of which none may have more than `most`, at least: Martello and Toth's bound (1990). Pieces
-// above most - k share a rank with none of k and more; those above half of it are alone of their kind.
+// A lower bound on the number of ranks if no rank may have more than `most`: Martello and Toth (1990). Pieces above
+// most - k cannot share a rank with a piece of k or more; pieces above most / 2 cannot share a rank with each other.
 int64_t RanksNeeded(const std::vector<double> &sizes, double most) {
   int64_t needed = 0;
   std::vector<double> limits = sizes;
@@ -186,7 +186,7 @@ int64_t RanksNeeded(const std::vector<double> &sizes, double most) {
   return needed;
 }
 
-// What no plan's largest load is below.
+// A lower bound on the largest load of any plan.
 double LeastMost(const std::vector<double> &sizes, int64_t ranks, double known) {
   double total = 0.0, low = 0.0, high = known;
   for (double size : sizes) {
@@ -201,8 +201,8 @@ double LeastMost(const std::vector<double> &sizes, int64_t ranks, double known) 
   return low;
 }
 
-// Over as many ranks as machines have, next to what no plan is below; of this it is known to be too low where a rank
-// has two or three pieces. Not above the plan that gives each piece to who has least, on any number of ranks.
+// For powers of two up to 128 ranks the plan is close to the lower bound, which is known to be too low where ranks have
+// two or three pieces. For any number of ranks it is no worse than giving each piece to the least loaded rank.
 TEST(Owners, AreBalancedOnRealLayouts) {
   for (const Model &model : kModels) {
     const std::vector<double> sizes = SizesOf(model);
@@ -220,7 +220,7 @@ TEST(Owners, AreBalancedOnRealLayouts) {
       ASSERT_EQ(Plan(sizes, ranks, &again, &other), TX_OK);
       EXPECT_EQ(owners, again);
       EXPECT_EQ(fingerprint, other);
-      const double most = MostOf(sizes, owners, ranks);
+      const double most = LargestLoad(sizes, owners, ranks);
       std::vector<double> loads(static_cast<size_t>(ranks));
       for (double size : descending)
         *std::min_element(loads.begin(), loads.end()) += size;
@@ -236,7 +236,7 @@ TEST(Owners, AreBalancedOnRealLayouts) {
   }
 }
 
-// Operations of whole products, five steps of whichever iteration takes fewer.
+// Operations for whole products: five steps of the iteration that takes fewer.
 std::vector<double> WholeSizesOf(const Model &model) {
   std::vector<double> sizes;
   for (int64_t layer = 0; layer < model.layers; layer++)
@@ -247,12 +247,12 @@ std::vector<double> WholeSizesOf(const Model &model) {
   return sizes;
 }
 
-// Sizes of which it is known what plans can be: two large ones and a small one do not fit, whoever plans.
+// Sizes for which the best possible plan is known: two large pieces and a small one do not fit.
 TEST(Owners, TakeTheBetterPlanWhereARankHasFewPieces) {
   const struct {
     size_t model;
     int64_t ranks;
-    double most; /* over the mean */
+    double most; /* divided by the mean load */
   } known[] = {{0, 64, 1.046}, {0, 88, 1.042}, {0, 128, 1.394}, {1, 40, 1.025}, {1, 80, 1.029}, {1, 128, 1.355}};
   for (const auto &k : known) {
     const std::vector<double> sizes = WholeSizesOf(kModels[k.model]);
@@ -261,7 +261,7 @@ TEST(Owners, TakeTheBetterPlanWhereARankHasFewPieces) {
       total += size;
     std::vector<int32_t> owners;
     ASSERT_EQ(Plan(sizes, k.ranks, &owners, nullptr), TX_OK);
-    EXPECT_LE(MostOf(sizes, owners, k.ranks) / (total / static_cast<double>(k.ranks)), k.most) << k.ranks;
+    EXPECT_LE(LargestLoad(sizes, owners, k.ranks) / (total / static_cast<double>(k.ranks)), k.most) << k.ranks;
   }
 }
 

@@ -1,5 +1,5 @@
-// Random matrices on worlds of machines, with faults: tests/core/muon_world.h. A failure prints its program, shrunk;
-// `bazel run //tests/core:muon_hunt SEED SEED+1` replays one.
+// Runs Muon's exchange of random matrices, with faults, on simulated ranks (tests/core/muon_world.h). A failure prints
+// the program and the smallest one that still fails; `bazel run //tests/core:muon_hunt SEED SEED+1` repeats a seed.
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -42,7 +42,7 @@ TEST(MuonSimulation, ProgramsOfFixedSeedsAndOfFreshOnes) {
     EXPECT_GT(of_kind, coverage.programs / 100);
 }
 
-// Matrices of a layer as in one model of each kind, small, over as many ranks as machines have.
+// The matrices of 24 layers with the shape ratios of three kinds of models, scaled down, over 16 to 128 ranks.
 TEST(MuonSimulation, LargeWorlds) {
   const std::vector<std::pair<int64_t, int64_t>> kinds[] = {
       {{12, 4}, {4, 4}, {16, 4}, {4, 16}},
@@ -79,7 +79,7 @@ TEST(MuonSimulation, LargeWorlds) {
   }
 }
 
-// What is refused before anything is done.
+// Illegal arguments are rejected before anything is done.
 TEST(MuonExchange, IllegalArguments) {
   const tx_muon_matrix matrices[] = {{0, 0, 2, 3, 0, TX_BF16, TX_BF16, 0}, {0, 6, 1, 3, 1, TX_BF16, TX_BF16, 0}};
   const tx_muon_run runs[] = {{0, 4}, {4, 9}};
@@ -130,7 +130,7 @@ TEST(MuonExchange, IllegalArguments) {
   EXPECT_EQ(tx_muon_exchange_init(nullptr, &legal, &machine, &error), TX_ERROR_INVALID_ARGUMENT);
 }
 
-// Equal costs, other matrices.
+// Plans with equal costs but different matrices or parameters have different fingerprints.
 TEST(MuonExchange, FingerprintTellsPlansApart) {
   tx_muon_matrix m[] = {{0, 0, 2, 3, 0, TX_BF16, TX_BF16, 0}, {1, 0, 2, 3, 1, TX_BF16, TX_BF16, 0}};
   const int64_t ids[] = {5, 6}, others[] = {5, 7};

@@ -1,3 +1,4 @@
+// The simulated ranks, network and tensors of Muon's exchange (muon_world.h), and the checks of a run.
 #include "tests/core/muon_world.h"
 
 #include <algorithm>
@@ -30,7 +31,7 @@ Param RandomParam(std::mt19937_64 *random, int64_t world) {
   for (int64_t k = Pick(random, 0, 2) ? 1 : Pick(random, 2, 5); k > 0; k--)
     p.matrices.emplace_back(Pick(random, 1, 6), columns);
   const int64_t numel = NumelOf(p), rows = numel / columns, each = (rows + world - 1) / world;
-  for (int64_t r = 0; r < world; r++)  // by rows, as FSDP2; or anywhere, as buckets
+  for (int64_t r = 0; r < world; r++)  // sharded by rows, as by FSDP2; or anywhere, as by buckets
     p.ends.push_back(std::min((r + 1) * each, rows) * columns);
   if (Pick(random, 0, 1)) {
     for (int64_t &end : p.ends)
@@ -41,9 +42,9 @@ Param RandomParam(std::mt19937_64 *random, int64_t world) {
   return p;
 }
 
-// -- what is on the wire, and where ----------------------------------------------------------------------------------
+// -- messages and what they contain -----------------------------------------------------------------------------------
 
-// An element that knows where it is from, and whether it is of a momentum or of an update.
+// An element that records its origin, and whether it belongs to a momentum or to an update.
 struct Element {
   int64_t param, at;
   bool updated;
@@ -54,13 +55,13 @@ struct Element {
 
 using Elements = std::vector<Element>;
 
-// What a rank gave to one collective.
+// One rank's contribution to a collective.
 struct Given {
   int32_t kind;  // tx_muon_do
   int64_t round;
   Elements sent;
-  std::vector<int64_t> come, go;  // bytes
-  bool failed = false;            // its product
+  std::vector<int64_t> come, go;  // bytes received from and sent to each rank
+  bool failed = false;            // whether computing its product failed
 };
 
 struct Collective {
@@ -69,7 +70,7 @@ struct Collective {
 
 enum class Is { kRunning, kDone, kRaised, kLost };
 
-// A message and what it holds, from its start until it may go.
+// A message in flight, and the memory it holds until it is freed.
 struct Message {
   size_t collective;
   int64_t bytes_sent, bytes_into;
@@ -82,13 +83,13 @@ struct Rank {
   tx_muon_exchange *machine = nullptr;
   tx_muon_exchange_args args;
   int64_t fingerprint = 0, planned = 0, held = 0, most = 0, moves = 0;
-  size_t started = 0;  // collectives
+  size_t started = 0;  // number of collectives
   Is is = Is::kRunning;
   std::optional<tx_muon_action> current;
   std::map<int64_t, Elements> momenta;  // by parameter
   std::map<int64_t, Message> gathers, scatters;
-  std::map<int64_t, Elements> own;  // matrices, by round
-  std::map<int64_t, bool> failed;   // by round: this rank's product
+  std::map<int64_t, Elements> own;  // matrices that this rank owns, by round
+  std::map<int64_t, bool> failed;   // by round: whether this rank's product failed
   std::vector<int64_t> stepped, discarded, multiplied;
 };
 
@@ -103,11 +104,11 @@ class World {
     if (!wrong_.empty()) return wrong_;
     for (const auto &rank : ranks_) {
       if (rank->fingerprint == ranks_[0]->fingerprint) continue;
-      coverage_->refused++;  // by all: they compare before the first message
+      coverage_->refused++;  // all ranks raise: they compare fingerprints before the first message
       return "";
     }
     for (const Fault &f : spec_.faults)
-      if (f.what == Ill::kOtherPlan) return "the plans differ, and the fingerprints do not";
+      if (f.what == FaultKind::kOtherPlan) return "the plans differ, and the fingerprints do not";
     while (wrong_.empty() && Move())
       continue;
     if (wrong_.empty()) CheckEnd();
@@ -122,7 +123,7 @@ class World {
     if (wrong_.empty()) wrong_ = text.str();
   }
 
-  const Fault *FaultOf(Ill what, int64_t rank, int64_t at) const {
+  const Fault *FaultOf(FaultKind what, int64_t rank, int64_t at) const {
     for (const Fault &f : spec_.faults)
       if (f.what == what && (rank < 0 || f.rank == rank) && (at < 0 || f.at == at)) return &f;
     return nullptr;
@@ -135,7 +136,7 @@ class World {
     std::vector<int64_t> ids;
     int64_t n_params = 0;
     for (size_t p = 0; p < spec_.params.size(); p++) {
-      if (FaultOf(Ill::kOtherPlan, r, static_cast<int64_t>(p))) continue;
+      if (FaultOf(FaultKind::kOtherPlan, r, static_cast<int64_t>(p))) continue;
       const Param &param = spec_.params[p];
       int64_t begin = 0;
       for (const auto &[rows, columns] : param.matrices) {
@@ -178,7 +179,7 @@ class World {
     rank->multiplied.resize(sizes.size());
   }
 
-  // One action of one rank. Returns whether there was one.
+  // Lets a random rank perform one action. Returns false if no rank can.
   bool Move() {
     std::vector<int64_t> able;
     bool running = false;
@@ -193,7 +194,7 @@ class World {
     const int64_t r = able[static_cast<size_t>(Pick(&random_, 0, static_cast<int64_t>(able.size()) - 1))];
     Rank *rank = &At(r);
     if (!rank->current) {
-      if (FaultOf(Ill::kLost, r, rank->moves++)) {
+      if (FaultOf(FaultKind::kLost, r, rank->moves++)) {
         rank->is = Is::kLost;
         return true;
       }
@@ -212,14 +213,14 @@ class World {
 
   Rank &At(int64_t r) { return *ranks_[static_cast<size_t>(r)]; }
 
-  // The collective that is waited for in an action.
+  // The collective that an action waits for, if any.
   static std::optional<size_t> WaitedFor(const Rank &rank, const tx_muon_action &action) {
     if (action.kind == TX_MUON_RECEIVE) return rank.gathers.at(action.round).collective;
     if (action.kind == TX_MUON_INSTALL) return rank.scatters.at(action.round).collective;
     return {};
   }
 
-  // Whether it is not there yet, but may be.
+  // Whether the rank has to wait: some running rank has not joined the collective yet.
   bool Waits(int64_t r) {
     const auto collective = At(r).current ? WaitedFor(At(r), *At(r).current) : std::nullopt;
     if (!collective) return false;
@@ -289,7 +290,7 @@ class World {
     Hold(rank, Bytes(Travels(param), made->size()));
   }
 
-  // Gives to the next collective, and notes what the message holds beside what was there.
+  // Joins the next collective, and records the additional memory that the message holds.
   Message Start(Rank *rank, Given given, int64_t holds) {
     if (collectives_.size() == rank->started)
       collectives_.push_back({std::vector<std::optional<Given>>(static_cast<size_t>(spec_.world))});
@@ -341,8 +342,8 @@ class World {
     tx_muon_exchange_sizes(rank->machine, round, come->data(), go->data());
   }
 
-  // What came to a rank, in the order of those who sent it. What goes to a rank stands in `sent` after what goes to the
-  // ones before.
+  // The elements that a rank received, in the order of the ranks that sent them. In `sent`, the elements for a rank
+  // follow those for the previous ranks.
   Elements Arrived(Rank *rank, size_t collective) {
     Elements found;
     const auto own = static_cast<size_t>(rank->args.rank);
@@ -385,7 +386,7 @@ class World {
     if (matrix < 0 || !rank->own.count(round)) return Wrong("nothing to multiply in round ", round);
     rank->multiplied[static_cast<size_t>(matrix)]++;
     coverage_->multiplied++;
-    rank->failed[round] = FaultOf(Ill::kRaise, -1, matrix) || FaultOf(Ill::kNonfinite, -1, matrix);
+    rank->failed[round] = FaultOf(FaultKind::kRaise, -1, matrix) || FaultOf(FaultKind::kNonfinite, -1, matrix);
     for (Element &one : rank->own[round])
       one.updated = true;
   }
@@ -451,7 +452,7 @@ class World {
       for (const auto &rank : ranks_)
         times += rank->multiplied[i];
       if (times > 1 || (!lost && times != 1)) Wrong("matrix ", i, " was orthogonalised ", times, " times");
-      if (!FaultOf(Ill::kRaise, -1, matrix) && !FaultOf(Ill::kNonfinite, -1, matrix)) continue;
+      if (!FaultOf(FaultKind::kRaise, -1, matrix) && !FaultOf(FaultKind::kNonfinite, -1, matrix)) continue;
       first = first < 0 ? matrix : first;
       fails[static_cast<size_t>(any.matrices[i].param)] = true;
     }
@@ -497,17 +498,18 @@ Spec Generate(uint64_t seed) {
   }
   if (n == 0) return spec;
   for (int64_t k = Pick(&random, 0, 5) - 3; k > 0; k--) {
-    const auto what = static_cast<Ill>(Pick(&random, 0, 2));
-    spec.faults.push_back({what, Pick(&random, 0, spec.world - 1), Pick(&random, 0, what == Ill::kLost ? 40 : n - 1)});
+    const auto what = static_cast<FaultKind>(Pick(&random, 0, 2));
+    spec.faults.push_back(
+        {what, Pick(&random, 0, spec.world - 1), Pick(&random, 0, what == FaultKind::kLost ? 40 : n - 1)});
   }
   if (spec.world > 1 && Pick(&random, 0, 19) == 0) {
     const int64_t other = Pick(&random, 0, spec.world - 1);
     const int64_t left_out = Pick(&random, 0, static_cast<int64_t>(spec.params.size()) - 1);
-    spec.faults = {{Ill::kOtherPlan, other, left_out}};
-    if (Pick(&random, 0, 1)) {  // the others leave out another one like it
+    spec.faults = {{FaultKind::kOtherPlan, other, left_out}};
+    if (Pick(&random, 0, 1)) {  // all other ranks leave out an identical parameter instead
       spec.params.push_back(spec.params[static_cast<size_t>(left_out)]);
       for (int64_t r = 0; r < spec.world; r++)
-        if (r != other) spec.faults.push_back({Ill::kOtherPlan, r, static_cast<int64_t>(spec.params.size()) - 1});
+        if (r != other) spec.faults.push_back({FaultKind::kOtherPlan, r, static_cast<int64_t>(spec.params.size()) - 1});
     }
   }
   return spec;
@@ -547,7 +549,7 @@ Spec Shrink(Spec spec) {
       less.faults.erase(less.faults.begin() + static_cast<int64_t>(i));
       if ((smaller = fails(less))) spec = less;
     }
-    const bool by_number = !spec.faults.empty();  // of what a fault may be at
+    const bool by_number = !spec.faults.empty();  // faults refer to matrices by number, which would change
     for (size_t p = spec.params.size(); p-- > 0 && !smaller && !by_number;) {
       Spec less = spec;
       less.params.erase(less.params.begin() + static_cast<int64_t>(p));

@@ -1,6 +1,6 @@
-// A world of machines (tx_muon_exchange) in one process: ranks that step matrices which are cut over them, each with a
-// machine and a driver such as torch_ext's, and a network that delays. A run is a function of its Spec, and a Spec one
-// of its seed.
+// Simulates ranks that run Muon's exchange (tx_muon_exchange) in one process. The ranks step matrices that are sharded
+// over them. Each rank has its own exchange and a driver like torch_ext's; the network delays messages at random. A run
+// is determined by its Spec, and a generated Spec by its seed.
 #ifndef TESTS_CORE_MUON_WORLD_H
 #define TESTS_CORE_MUON_WORLD_H
 
@@ -17,24 +17,24 @@ namespace muon_world {
 struct Param {
   int32_t travels;
   std::vector<std::pair<int64_t, int64_t>> matrices;  // rows, columns
-  std::vector<int64_t> ends;                          // of each rank's elements, ascending
+  std::vector<int64_t> ends;                          // for each rank, where its shard of the elements ends; ascending
 };
 
-enum class Ill {
-  kLost,       // kill -9 before the `at`-th action of this rank
-  kRaise,      // the owner of matrix `at` has no memory for its products
-  kNonfinite,  // products of matrix `at` are not finite
-  kOtherPlan   // this rank leaves parameter `at` to AdamW
+enum class FaultKind {
+  kLost,       // this rank is lost (kill -9) before its `at`-th action
+  kRaise,      // the owner of matrix `at` runs out of memory for its matrix products
+  kNonfinite,  // the products of matrix `at` are not finite
+  kOtherPlan   // this rank's plan has parameter `at` stepped by AdamW
 };
 
 struct Fault {
-  Ill what;
-  int64_t rank;  // kLost, kOtherPlan
+  FaultKind what;
+  int64_t rank;  // for kLost and kOtherPlan
   int64_t at;
 };
 
 struct Spec {
-  uint64_t seed = 0;  // of delays
+  uint64_t seed = 0;  // seeds the delays
   int64_t world = 1;
   std::vector<Param> params;
   std::vector<Fault> faults;
@@ -49,10 +49,10 @@ struct Coverage {
   int64_t sent = 0;  // bytes to other ranks
 };
 
-// Runs it. Returns what was wrong, or "".
+// Runs the simulation. Returns a description of the first violation, or "".
 std::string Run(const Spec &spec, Coverage *coverage);
 
-// The smallest Spec that is found to fail as well, by leaving out parameters and faults.
+// Returns the smallest Spec found that still fails, after leaving out parameters and faults.
 Spec Shrink(Spec spec);
 
 }  // namespace muon_world

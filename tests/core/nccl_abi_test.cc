@@ -1,5 +1,5 @@
-// Our declarations of NCCL (nccl_table.h, nccl_symbols.def) against NVIDIA's nccl.h, where that is installed: where a
-// prototype differs, this file does not compile. Enumerations are ints in ours.
+// Compares our declarations of NCCL (nccl_table.h, nccl_symbols.def) with NVIDIA's nccl.h, if it is installed. If a
+// prototype differs, this file does not compile. Our declarations use int for NCCL's enumerations.
 #include <cstddef>
 #include <type_traits>
 

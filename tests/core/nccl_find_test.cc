@@ -1,4 +1,4 @@
-// Which NCCL is found, and what is said where it cannot be used.
+// Finding NCCL, and the error messages if it cannot be used.
 #include <cstring>
 #include <string>
 #include <vector>

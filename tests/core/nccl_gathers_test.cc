@@ -1,5 +1,6 @@
-// All-gathers with a communicator of their own, against the pretended NCCL, which tells what was called on which: made,
-// checked, aborted and ended with the other one, and recorded as one sequence.
+// All-gathers have an NCCL communicator and a stream of their own. Both communicators are created, checked, aborted and
+// destroyed together, and their operations are recorded as one sequence. The tests use the fake NCCL, which logs the
+// calls on each communicator.
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -20,7 +21,7 @@ class Gathers : public testing::Test {
   Gathers() { EXPECT_EQ(tx_nccl_open(fake.path.c_str(), &library, nullptr), TX_OK); }
   ~Gathers() override { tx_nccl_close(library); }
 
-  // In the order of their numbers: 1 is of reductions, 2 of gathers.
+  // Ids are numbered in the order of creation: the first is for reductions, the second for all-gathers.
   void MakeIds() {
     EXPECT_EQ(tx_nccl_unique_id(library, id, nullptr), TX_OK);
     EXPECT_EQ(tx_nccl_unique_id(library, gather_id, nullptr), TX_OK);
@@ -44,7 +45,7 @@ class Gathers : public testing::Test {
     EXPECT_EQ(tx_nccl_comm_new(&args, &comm, error), TX_OK) << error->message;
     return comm;
   }
-  // What was called so far; @1 and @2 stand for the two communicators.
+  // The log of calls so far; @1 and @2 stand for the two communicators.
   std::vector<std::string> Calls() const {
     const char *text = fake.call<const char *>("fake_nccl_calls");
     std::istringstream lines(text);
@@ -91,7 +92,8 @@ TEST_F(Gathers, HaveACommunicatorAndAStreamAndAreRecordedWithTheOthers) {
                    "group @1 stream 7", "finalize @1", "finalize @2", "destroy @1", "destroy @2"}));
 }
 
-// A quarter of the device's for each, so that both fit; where the number is not known NCCL decides.
+// Each communicator gets a quarter of the device's multiprocessors, so that both fit on the device. If their number is
+// unknown, NCCL decides.
 TEST_F(Gathers, UseAtMostAQuarterOfTheMultiprocessors) {
   const struct {
     int multiprocessors;
@@ -132,7 +134,7 @@ TEST_F(Gathers, PartsComeToEveryRankByBoth) {
         sent[peer] = static_cast<unsigned char>(10 * rank + peer);
       whole[rank] = static_cast<unsigned char>(100 + rank);
       const tx_nccl_message parts = {sent, got, 1}, gathered = {whole + rank, whole, 1};
-      // The gather is first on one rank's device, the reduction on another's: neither waits for the other.
+      // On one rank's device the all-gather may start first, on another's the reduction: neither waits for the other.
       ASSERT_EQ(tx_nccl_all_to_all(comm, "bucket 0", 1, &parts, stream_of(kReductions), &mine), TX_OK) << mine.message;
       ASSERT_EQ(tx_nccl_all_gather(comm, "bucket 9", 1, &gathered, stream_of(kGathers), &mine), TX_OK) << mine.message;
       ASSERT_TRUE(fake.call<int>("fake_nccl_wait_all", 1));
@@ -164,7 +166,7 @@ TEST_F(Gathers, WhoseCommunicatorIsRefusedTakeTheFirstWithThem) {
 
 TEST_F(Gathers, WhoseCommunicatorNeverComesAreATimeoutAndAnAbortOfBoth) {
   MakeIds();
-  // The other rank has a communicator of reductions, and dies before it makes the second.
+  // The other rank has created the communicator for reductions, and dies before it creates the second one.
   tx_nccl_comm_args args = Args(1, 2), other = Args(0, 2);
   args.timeout_seconds = 0.2;
   other.gather_id = nullptr;
@@ -186,7 +188,8 @@ TEST_F(Gathers, WhoseCommunicatorNeverComesAreATimeoutAndAnAbortOfBoth) {
   EXPECT_EQ(std::count(calls.begin(), calls.end(), "abort @2 grouped"), 1);
 }
 
-// An abort waits for kernels of the device, perhaps the other's: both are aborted in one group, whoever failed.
+// An abort waits for kernels on the device, possibly those of the other communicator. So both are aborted in one group,
+// whichever failed.
 TEST_F(Gathers, AreAbortedWithTheOthersInOneGroup) {
   for (int failing = 0; failing < 3; failing++) {
     fake.call<void>("fake_nccl_reset");
@@ -229,7 +232,8 @@ TEST_F(Gathers, ReadAndWriteWindowsToo) {
   tx_nccl_comm_free(comm);
 }
 
-// What would deadlock where a device has no room for both is told by name: the order of the two kinds.
+// If the ranks issue a reduction and an all-gather in different orders, a device without space for both would deadlock.
+// The records name the first difference.
 TEST_F(Gathers, InAnotherOrderAreToldByTheirRecords) {
   std::vector<tx_nccl_record> records(2 * TX_NCCL_RECORDS);
   uint64_t digests[2];

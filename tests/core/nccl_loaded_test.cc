@@ -1,4 +1,5 @@
-// Of several, the NCCL that the process has loaded is taken. Alone in its process: what is loaded may stay for ever.
+// If the process has already loaded an NCCL, tx_nccl_open uses that one. The only test of its process, since a loaded
+// library may stay loaded.
 #include "csrc/torch_ext_advanced.h"
 #include "fake_nccl.h"
 

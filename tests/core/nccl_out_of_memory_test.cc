@@ -1,5 +1,5 @@
-// Each request of the communicator for memory is refused once: the call fails with TX_ERROR_OUT_OF_MEMORY, and a later
-// one is as if there had been none. tests/package/test_out_of_memory_tables.py reads the table.
+// Lets each memory request of the communicator's functions fail once: the call has to return TX_ERROR_OUT_OF_MEMORY,
+// and a later call has to work as if nothing had happened. tests/package/test_out_of_memory_tables.py reads the table.
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -15,7 +15,7 @@ namespace {
 
 using refuse_memory::Attempt;
 
-// One rank's library and communicator.
+// The library and the communicator of one rank.
 struct World {
   FakeNccl fake;
   tx_nccl *library = nullptr;

@@ -1,4 +1,4 @@
-// The protocol around NCCL against a pretended one (fake_nccl.h): ranks are threads.
+// The code around NCCL, tested with the fake NCCL (fake_nccl.h). Ranks are threads.
 #include <atomic>
 #include <chrono>
 #include <cstring>
@@ -17,7 +17,7 @@ std::atomic<int> sleeps;
 
 }  // namespace
 
-// In the place of the C library's: counts, and sleeps.
+// Replaces the C library's nanosleep: counts the calls, and sleeps.
 extern "C" int nanosleep(const timespec *wanted, timespec *left) {
   sleeps++;
   return clock_nanosleep(CLOCK_MONOTONIC, 0, wanted, left);
@@ -44,7 +44,7 @@ tx_nccl_comm_args arguments(const tx_nccl *library, const char *id, int rank, in
   return args;
 }
 
-// Runs body(comm, rank) on n threads, each with a communicator, and frees them.
+// Runs body(comm, rank) on n threads, each with a communicator that is freed afterwards.
 void as_ranks(const tx_nccl *library, int n, const std::function<void(tx_nccl_comm *, int)> &body) {
   char id[TX_NCCL_ID_BYTES];
   ASSERT_EQ(tx_nccl_unique_id(library, id, nullptr), TX_OK);
@@ -107,7 +107,7 @@ TEST_P(EveryVersion, PartsComeToTheirRanksAndSumsToAll) {
   EXPECT_EQ(fake.counts().groups, 2 * kRanks) << "one group for all messages of a bucket";
 }
 
-// A communicator that does not block may say so of each operation of a group, and has taken it.
+// In a non-blocking communicator, operations of a group may return ncclInProgress; they were accepted.
 TEST_P(EveryVersion, WhatIsInProgressInsideAGroupWasTaken) {
   const FakeNccl fake(GetParam());
   const Library library(fake);
@@ -137,7 +137,7 @@ TEST_P(EveryVersion, WhatIsInProgressInsideAGroupWasTaken) {
   EXPECT_EQ(fake.counts().aborts, 0);
 }
 
-// The first that was refused is told, and what came before it does not hide it.
+// The error of the first operation that fails is reported; results of earlier operations do not hide it.
 TEST_P(EveryVersion, AnOperationThatIsRefusedInsideAGroupIsTold) {
   const FakeNccl fake(GetParam());
   const Library library(fake);
@@ -152,8 +152,8 @@ TEST_P(EveryVersion, AnOperationThatIsRefusedInsideAGroupIsTold) {
   EXPECT_EQ(fake.counts().aborts, 1);
 }
 
-// What is done within some microseconds is not slept over: the system's shortest sleep is 50 of them. Sleeps are
-// counted, not timed: on a busy machine everything takes long.
+// An answer that arrives within microseconds must not cost a sleep: the shortest one takes about 50. The test counts
+// sleeps instead of measuring time, because on a busy machine everything may take long.
 TEST_P(EveryVersion, AnAnswerThatComesAtOnceIsNotSleptOver) {
   const FakeNccl fake(GetParam());
   const Library library(fake);
@@ -168,7 +168,7 @@ TEST_P(EveryVersion, AnAnswerThatComesAtOnceIsNotSleptOver) {
   tx_nccl_comm_free(comm);
 }
 
-// Who waits for long sleeps: here for a rank that comes only after that.
+// A long wait sleeps. Here rank 0 waits for rank 1, which joins only after a sleep was seen.
 TEST_P(EveryVersion, ARankThatIsLateIsSleptFor) {
   const FakeNccl fake(GetParam());
   const Library library(fake);
@@ -206,7 +206,7 @@ TEST_P(EveryVersion, MemoryBecomesAWindowWhereThereAreWindows) {
     EXPECT_EQ(memory.window != nullptr, about.windows == 1);
     tx_nccl_memory_free(comm, &memory);
     EXPECT_EQ(memory.data, nullptr);
-    tx_nccl_memory_free(comm, &memory);  // nothing is left
+    tx_nccl_memory_free(comm, &memory);  // nothing to free
   });
   EXPECT_EQ(fake.counts().windows, 0);
   EXPECT_EQ(fake.counts().memories, 0);
@@ -327,7 +327,7 @@ TEST(NcclProtocol, AWatchdogAbortsFromAnotherThreadOnce) {
   EXPECT_EQ(fake.counts().destroys, 0);
 }
 
-// What rank r exchanges: {name, bytes} of each operation.
+// The operations that one rank issues: {name, bytes}.
 using Program = std::vector<std::pair<std::string, int64_t>>;
 
 tx_status compared(const std::vector<Program> &programs, tx_error *error, bool *same_digest) {
@@ -427,7 +427,7 @@ TEST(NcclErrors, ArgumentsAreCheckedBeforeNcclIsCalled) {
   });
 }
 
-// Numbers come from other ranks, and may be any.
+// Records come from other ranks, so their operation numbers may have any value.
 TEST(Records, OfTheLargestNumberAreCompared) {
   std::vector<tx_nccl_record> records(2 * TX_NCCL_RECORDS);
   tx_nccl_record *const theirs = &records[TX_NCCL_RECORDS + (INT64_MAX - 1) % TX_NCCL_RECORDS];

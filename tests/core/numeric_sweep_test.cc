@@ -1,4 +1,4 @@
-// bf16, fp16 and the small floats, over all 2^16 codes and all 2^32 fp32 patterns.
+// Rounding and decoding of bf16, fp16 and the small floats, for all 2^16 codes and all 2^32 fp32 patterns.
 #include "csrc/math/numeric.h"
 
 #include <gtest/gtest.h>
@@ -30,7 +30,7 @@ TEST(Numeric, PowersOfTwoIncludeTheSubnormalOne) {
     EXPECT_EQ(tx_exp2i(k), std::ldexp(1.0f, k)) << k;
 }
 
-// The two 16-bit formats by what a test needs of them.
+// The two 16-bit formats with a common interface for the tests.
 struct Bf16 {
   static constexpr ReferenceFormat kReference = kBf16;
   static constexpr uint16_t kInf = 0x7f80u, kNan = 0x7fc0u;
@@ -137,15 +137,15 @@ TEST(SmallFloat, EveryCodeDecodesExactlyAndStays) {
   }
 }
 
-// Every pattern of [0, MAX) but those that share an upper half with MAX, for which EveryCodeDecodesExactlyAndStays has
-// MAX itself.
+// Every pattern of [0, MAX), except those that share an upper half with MAX. EveryCodeDecodesExactlyAndStays covers
+// MAX.
 template <int kCase>
 void ExpectSmallFloatRoundsEveryPattern() {
   const SmallCase c = kSmallCases[kCase];
   const ReferenceTable table(c.reference);
   EXPECT_EQ(table.MaxCode(), c.format.max_code);
   const uint32_t end = tx_bits_from_f32(static_cast<float>(c.reference.max)) >> 16;
-  // A copy of the format that the compiler knows.
+  // A copy of the format that is a compile-time constant.
   const auto format = [] {
     return kCase == 0 ? tx_small_e4m3() : kCase == 1 ? tx_small_e4m4() : kCase == 2 ? tx_small_f16() : tx_small_e3m4();
   };
@@ -177,7 +177,7 @@ TEST(SmallFloat, E3m4MagnitudesOnEveryPattern) {
   ExpectSmallFloatRoundsEveryPattern<3>();
 }
 
-// Of all thresholds that differ in the bits that count, the share that rounds up is the fraction, exactly.
+// Over all values of the threshold bits that matter, the share that rounds up is exactly the fraction.
 TEST(Threshold, TheShareThatRoundsUpIsTheFraction) {
   for (const uint32_t lower : {0u, 1u, 2u, 0x1234u, 0x8000u, 0xffffu}) {
     uint32_t up = 0;
@@ -189,7 +189,7 @@ TEST(Threshold, TheShareThatRoundsUpIsTheFraction) {
   for (const SmallCase &c : kSmallCases) {
     const int bits = 23 - c.format.mantissa_bits;
     for (const float unit : {0x1p-3f, std::ldexp(1.0f, c.reference.min_exponent - c.format.mantissa_bits)}) {
-      const float x = 1.25f * unit; /* a quarter, between two normal codes or two subnormal ones */
+      const float x = 1.25f * unit; /* a quarter of the way between two normal codes, or two subnormal ones */
       const float value = unit == 0x1p-3f ? 0x1p-3f * static_cast<float>(1 << c.format.mantissa_bits) + x : x;
       const uint32_t below = tx_small_round(c.format, tx_small_at(c.format, 0), value, 0u);
       uint32_t up = 0;
@@ -201,7 +201,7 @@ TEST(Threshold, TheShareThatRoundsUpIsTheFraction) {
 }
 
 #if defined(__x86_64__)
-// Eight conversions by F16C, both ways.
+// Eight conversions by the processor (F16C), in each direction.
 __attribute__((target("avx,f16c"))) void HardwareF16(const float *x, uint16_t *h) {
   _mm_storeu_si128(reinterpret_cast<__m128i *>(h), _mm256_cvtps_ph(_mm256_loadu_ps(x), _MM_FROUND_TO_NEAREST_INT));
 }
@@ -210,7 +210,7 @@ __attribute__((target("avx,f16c"))) void HardwareF32(const uint16_t *h, float *x
 }
 #endif
 
-// At the 2^16 codes and around every point where rounding changes; the sweep above covers the rest.
+// Tested at all 2^16 codes and around every point where rounding changes; the sweep above covers the rest.
 TEST(Numeric, F16EqualsTheProcessorsConversionButForNan) {
 #if defined(__x86_64__)
   if (!__builtin_cpu_supports("f16c")) GTEST_SKIP() << "this processor has no F16C";

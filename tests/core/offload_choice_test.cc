@@ -1,4 +1,4 @@
-// tx_offload_choose: which parameters are stepped on the host.
+// tx_offload_choose: which parameters the host steps.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -94,7 +94,7 @@ TEST(OffloadChoiceRefusal, NamesWhatIsNotLegal) {
   EXPECT_EQ(tx_offload_choose(bytes, 1, 0.5, heap, nullptr, nullptr), TX_ERROR_INVALID_ARGUMENT);
 }
 
-// The rule as the header tells it, with a sort and numbers that are exact: fractions are 1/1024ths here.
+// The rule of the header, with a sort and exact numbers: fractions are multiples of 1/1024 here.
 Numbers Oracle(const Numbers &bytes, int64_t of_1024) {
   Numbers order(bytes.size());
   std::iota(order.begin(), order.end(), 0);

@@ -1,5 +1,5 @@
-// The operators under absurd numbers: a step or an error, nothing undefined on the way (the suite runs this under the
-// sanitizers), and where it is an error no byte is changed.
+// The operators with absurd numbers: they succeed or return an error, without undefined behaviour on the way (the test
+// suite runs this under the sanitizers). After an error no byte is changed.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -17,7 +17,7 @@ namespace {
 using absurd::Random;
 using adamw_call::Combo;
 
-// Memory of tensors, in one piece, so that it can be compared as a whole.
+// The memory of all tensors in one block, so that it can be compared as a whole.
 struct Memory {
   std::vector<uint8_t> bytes = std::vector<uint8_t>(5 << 13);
   size_t used = 0;
@@ -54,12 +54,12 @@ struct Memory {
   }
 };
 
-// Makes one tensor of these odd, in a way that has to be refused or does not matter.
+// Changes one of these tensors in a way that has to be rejected or makes no difference.
 void MakeOdd(Random &random, std::vector<tx_tensor *> tensors) {
   tx_tensor *t = tensors[random.Below(static_cast<uint32_t>(tensors.size()))];
   const uint32_t how = random.Below(4);
   if (how == 0) t->numel = random.Numel();
-  if (how == 1) t->dtype = static_cast<tx_dtype>(static_cast<int8_t>(random.I32() | 64)); /* no code */
+  if (how == 1) t->dtype = static_cast<tx_dtype>(static_cast<int8_t>(random.I32() | 64)); /* no dtype code */
   if (how == 2) t->data = nullptr;
   if (how == 3) t->numel = 0;
 }
@@ -72,7 +72,7 @@ std::vector<tx_tensor *> All(std::initializer_list<std::vector<tx_tensor> *> lis
   return all;
 }
 
-// Calls, and sees that an error changed nothing. Returns whether it was a step.
+// Calls, and checks that an error changed nothing. Returns whether the call succeeded.
 template <typename Call>
 bool Answered(Memory &memory, Random &random, Call call) {
   const std::vector<uint8_t> before = memory.bytes;
@@ -162,7 +162,7 @@ TEST(AbsurdNumbers, StepsAreTakenOrRefused) {
   EXPECT_GT(taken, absurd::kRounds / 10);
 }
 
-// Its memory is as large as it says, and no batch makes it seem larger.
+// Staging memory has the size that the arguments say; no batch size may make the step use more.
 TEST(AbsurdNumbers, StagedStepsAreTakenOrRefused) {
   uint32_t taken = 0;
   for (uint32_t i = 0; i < absurd::kRounds; i++) {
@@ -214,7 +214,7 @@ TEST(AbsurdNumbers, MastersAreLookedAtOrRefused) {
   EXPECT_GT(done, absurd::kRounds / 10);
 }
 
-// Limbs and counts that other ranks sent may be anything.
+// Statistics may come from other ranks, so their limbs and counts may have any value.
 TEST(AbsurdNumbers, StatisticsAreTakenOrRefused) {
   uint32_t done = 0;
   for (uint32_t i = 0; i < absurd::kRounds; i++) {

@@ -1,4 +1,5 @@
-// tx_adamw: which bits come out, of every combination, instruction set, thread count, split and address.
+// tx_adamw: its results equal the reference bit for bit, for every combination of dtypes, instruction set, number of
+// threads, split and address.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -17,7 +18,7 @@ using namespace adamw_call;
 
 class EveryCombo : public testing::TestWithParam<Combo> {};
 
-// On every instruction set this processor has; the summary names those it lacks (tests/core/cpu_isa_test.cc).
+// Runs on every instruction set of this processor; tests/core/cpu_isa_test.cc names those it does not have.
 TEST_P(EveryCombo, EqualsTheReferenceBitForBit) {
   for (int32_t isa = 0; tx_isa_name(isa); isa++) {
     ASSERT_EQ(tx_isa_select(tx_isa_name(isa), nullptr), TX_OK);
@@ -45,9 +46,9 @@ TEST_P(EveryCombo, EqualsTheReferenceBitForBit) {
   ASSERT_EQ(tx_isa_select(nullptr, nullptr), TX_OK);
 }
 
-// G1 against arithmetic in double that shares nothing with csrc/math. Bounds: two ulp of fp32 at the weight (the last
-// subtraction, and a remainder's inexact tie), 4e-7 of the update (its dozen fp32 operations), and where the weight is
-// stored in 16 bits without a master less than one ulp of that.
+// G1, compared with arithmetic in double that is independent of csrc/math. Error bounds: two ulp of fp32 at the weight
+// (the last subtraction, and a remainder's inexact tie), 4e-7 of the update (a dozen fp32 operations), and less than
+// one ulp of the 16-bit format if the weight has no master.
 TEST_P(EveryCombo, G1_FirstStepFollowsTheFloat64Oracle) {
   const Combo c = GetParam();
   Param p(c, 1000);
@@ -71,7 +72,7 @@ TEST_P(EveryCombo, G1_FirstStepFollowsTheFloat64Oracle) {
   }
 }
 
-// Threads, neighbours in the call, splits at block edges and addresses change nothing.
+// Threads, other tensors of the call, splits at block edges and addresses change no bit.
 TEST_P(EveryCombo, BitsDoNotDependOnThreadsSplitsOrAddresses) {
   const int64_t n = 3 * 16384 + 777, cut = 16384 + 128 * 5;
   Param whole(GetParam(), n);
@@ -106,7 +107,7 @@ TEST_P(EveryCombo, BitsDoNotDependOnThreadsSplitsOrAddresses) {
   }
 }
 
-// By powers of two, which round nothing and lose no small gradient.
+// By powers of two, so that scaling rounds nothing and no small gradient underflows.
 TEST_P(EveryCombo, UnscalesAndClipsAsIfTheGradientHadBeen) {
   const Combo c = GetParam();
   for (int32_t isa = 0; tx_isa_name(isa); isa++) {
@@ -151,13 +152,13 @@ INSTANTIATE_TEST_SUITE_P(Combos, EveryCombo, testing::ValuesIn(Grid()),
                          [](const auto &info) { return Name(info.param); });
 
 #ifdef TX_SLOW
-constexpr int64_t kSteps = 4; /* a stray access needs no more */
+constexpr int64_t kSteps = 4; /* enough to find a stray access */
 #else
 constexpr int64_t kSteps = 40;
 #endif
 const int64_t kLengths[] = {0, 1, 31, 32, 33, 127, 128, 129, 255, 257, 1000, 40001};
 
-// The gradients of every step: drawn once, for the drawing takes longer than a step.
+// The gradients of every step. They are generated once, because that takes longer than a step.
 struct Gradients {
   std::vector<std::vector<Bytes>> of_step;
   explicit Gradients(const Combo &c) {
@@ -174,7 +175,7 @@ struct Gradients {
   }
 };
 
-// Several tensors and groups of constants, so that every instance, its tails and the way through tiles are met.
+// Tensors of many lengths, so that every loop, its tails and its path through tiles are used.
 struct Training {
   std::vector<Param> params;
   explicit Training(const Combo &c) {
@@ -206,8 +207,8 @@ struct Training {
 
 class ManySteps : public testing::TestWithParam<std::tuple<Combo, const char *>> {};
 
-// Whole states, forced instruction sets, 1, 2, 3 and 8 threads. What runs here is compared; cpu_isa_test names the
-// rest.
+// Compares whole states for each selected instruction set, with 1, 2, 3 and 8 threads. cpu_isa_test names the
+// instruction sets that this processor does not have.
 TEST_P(ManySteps, EveryInstructionSetAndNumberOfThreadsLeavesTheSameState) {
   const auto [combo, constants] = GetParam();
   tx_adamw_group group = {1e-2, 0.9, 0.999, 1e-8, 0.1, 0, 1};
@@ -235,9 +236,9 @@ INSTANTIATE_TEST_SUITE_P(
                      testing::Values("usual", "l2", "small_beta")),
     [](const auto &info) { return Name(std::get<0>(info.param)) + "_" + std::get<1>(info.param); });
 
-// Gradients that make moments NaN, infinite or too large for bf16, in some tiles and blocks and not in others, are
-// rounded as the reference does it. Combinations in which every stream but the gradient is narrow: an fp32 NaN keeps
-// whatever sign and payload the processor gave it.
+// Some tiles and blocks get gradients that make moments NaN, infinite or too large for bf16; they have to be rounded as
+// in the reference. Only combinations in which every tensor but the gradient is narrow: the sign and payload of a NaN
+// in fp32 are not promised.
 TEST(Adamw, NonFiniteAndHugeMomentsAreRoundedAsTheReferenceDoes) {
   const float odd[] = {NAN, -NAN, INFINITY, -INFINITY, 3.4e38f, -3.4e38f, 1e20f, 1e-40f, 0.0f};
   for (const Combo &c : Combos()) {
@@ -266,8 +267,8 @@ TEST(Adamw, NonFiniteAndHugeMomentsAreRoundedAsTheReferenceDoes) {
   ASSERT_EQ(tx_isa_select(nullptr, nullptr), TX_OK);
 }
 
-// Weights and remainders that no step writes, or hardly ever: ties, a negative remainder beside zero, Inf, NaN; among
-// ordinary ones, and so that each is met in its own tile. A step of nearly nothing writes ties, too.
+// Pairs of weight and remainder that a step never or rarely writes: ties, a negative remainder with a zero weight, Inf,
+// NaN. They are surrounded by ordinary pairs, each in a tile of its own. A step with a tiny lr also writes ties.
 TEST(Adamw, RarePairsOfWeightAndRemainderAreSteppedAsTheReferenceDoes) {
   const uint16_t weights[] = {0x0000, 0x8000, 0x0001, 0x3f80, 0x3f81, 0xbf81, 0x7f7f, 0x7f80, 0xff80, 0x7fc0, 0xffff};
   const int16_t remainders[] = {-32768, -32767, -1, 0, 1, 32767};
@@ -298,15 +299,16 @@ TEST(Adamw, RarePairsOfWeightAndRemainderAreSteppedAsTheReferenceDoes) {
   ASSERT_EQ(tx_isa_select(nullptr, nullptr), TX_OK);
 }
 
-// Which codes and gradients a block of 8-bit moments has.
+// The codes and gradients of one kind of block of 8-bit moments.
 struct Family {
-  uint8_t least, most;  // codes, without the sign
+  uint8_t least, most;  // range of the codes, without the sign
   int32_t grad_exponent;
-  uint32_t zeros;  // of a hundred gradients
+  uint32_t zeros;  // percentage of zero gradients
 };
 
-// Blocks below the normals or about to be, of zeros, of the widest range, of codes and scales that no step writes, NaN
-// ones, growing and shrinking out of their scales: a loop may have ways of its own for those that are usual.
+// Blocks of all kinds: below the normal numbers or shrinking below them, zeros, the widest range, codes and scales that
+// no step writes, NaN blocks, and blocks that outgrow their scale in either direction. A loop may treat common blocks
+// specially.
 TEST(Adamw, BlocksOfAnyCodesAndScalesAreSteppedAsTheReferenceDoes) {
   const Family families[] = {{0x40, 0x7e, -6, 0},  {0x30, 0x7e, -6, 0},  {0, 0xff, -6, 30},   {0, 0, -6, 0},
                              {0, 0x0f, -20, 0},    {0x10, 0x2f, -6, 0},  {0, 0, -6, 100},     {0x76, 0x7e, -60, 0},
@@ -357,13 +359,13 @@ TEST(Adamw, BlocksOfAnyCodesAndScalesAreSteppedAsTheReferenceDoes) {
   ASSERT_EQ(tx_isa_select(nullptr, nullptr), TX_OK);
 }
 
-// G4: beside the remainder the weights are those of the fp32 master, until a master meets the one pattern that the
-// remainder stores an ulp lower.
+// G4: a weight with a remainder follows the fp32 master exactly, until a master has the one pattern that the remainder
+// stores an ulp lower.
 TEST(Adamw, G4_RemainderFollowsTheFp32Master) {
   Param a(kBf16, 5000), b(kRemainder, 5000);
   a.Fill(1);
   b.Fill(1);
-  for (int64_t i = 0; i < a.n; i++) {  // both begin from the rounded weight
+  for (int64_t i = 0; i < a.n; i++) {  // both start from the rounded weight
     const float w = Get(TX_BF16, a.param.data(), i);
     std::memcpy(a.master.data() + 4 * i, &w, 4);
   }
@@ -383,7 +385,7 @@ TEST(Adamw, G4_RemainderFollowsTheFp32Master) {
       std::memcpy(&r, b.master.data() + 2 * i, 2);
       std::memcpy(&master, a.master.data() + 4 * i, 4);
       if (tx_bits_from_f32(master) - (static_cast<uint32_t>(tx_bf16_from_f32(master)) << 16) == 0x8000u) {
-        const float lower = tx_remainder_decode(w, r);  // keep both in step after the inexact pattern
+        const float lower = tx_remainder_decode(w, r);  // continue from the same master after the inexact pattern
         std::memcpy(a.master.data() + 4 * i, &lower, 4);
         continue;
       }

@@ -1,5 +1,5 @@
-// No finite gradient makes a state or a weight non-finite, in any combination, rounding and instruction set; one that
-// is not finite shows.
+// A finite gradient never makes a state or a weight non-finite, for any combination of dtypes, rounding and instruction
+// set. A gradient that is not finite has to show in the results.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -19,7 +19,7 @@ constexpr uint32_t kSeeds = 1;
 constexpr uint32_t kSeeds = 2;
 #endif
 
-// NaNs of an fp32 stream have whatever sign and payload the processor gave them.
+// The state with all NaNs in fp32 made equal, since their sign and payload are not promised.
 std::vector<std::vector<uint8_t>> Comparable(Param p) {
   const auto canonical = [&](Bytes &bytes, tx_dtype dtype) {
     for (int64_t i = 0; dtype == TX_F32 && i < p.n && bytes.size() > 0; i++)
@@ -36,7 +36,7 @@ class EveryCombo : public testing::TestWithParam<Combo> {
  protected:
   void TearDown() override { EXPECT_EQ(tx_isa_select(nullptr, nullptr), TX_OK); }
 
-  // The step of `initial` on every instruction set, which must be the reference's; the result.
+  // Steps `initial` on every instruction set; each result has to equal the reference's. *result: the new state.
   static void StepEverywhere(const Param &initial, extreme::Constants &constants, int rounding, Param *result) {
     Call reference;
     reference.args.moment_rounding = reference.args.weight_rounding = rounding;
@@ -57,7 +57,7 @@ class EveryCombo : public testing::TestWithParam<Combo> {
   }
 };
 
-// 900 elements are tiles, blocks and a group of blocks of the widest loop that are whole, and some that are not.
+// 900 elements: both whole and partial tiles, blocks, and groups of blocks of the widest loop.
 TEST_P(EveryCombo, AnyFiniteGradientLeavesEverythingFinite) {
   int64_t checked = 0;
   for (uint32_t seed = 0; seed < kSeeds; seed++) {
@@ -67,7 +67,7 @@ TEST_P(EveryCombo, AnyFiniteGradientLeavesEverythingFinite) {
       extreme::FillState(random, p);
       for (int step = 0; step < 4; step++) {
         extreme::Constants constants = extreme::AnyConstants(random);
-        if (step > 0) extreme::FillWeights(random, p); /* some overflowed by themselves */
+        if (step > 0) extreme::FillWeights(random, p); /* some overflowed legally */
         extreme::FillGradients(random, p);
         const Param before = p;
         StepEverywhere(before, constants, rounding, &p);
@@ -82,7 +82,7 @@ TEST_P(EveryCombo, AnyFiniteGradientLeavesEverythingFinite) {
   EXPECT_GT(checked, kSeeds * 3 * 1000);
 }
 
-// The gradient that made v Inf and the weight NaN, and the smallest that did so in fewer steps.
+// Includes a gradient that used to make v Inf and the weight NaN, and the smallest one that did so within a few steps.
 TEST_P(EveryCombo, TrainingGoesOnAfterAHugeGradient) {
   for (const float huge : {1.85e19f, 3.3e38f, -3.3e38f}) {
     if (GetParam().grad == TX_F16) continue;
@@ -100,7 +100,7 @@ TEST_P(EveryCombo, TrainingGoesOnAfterAHugeGradient) {
   }
 }
 
-// It makes its weight NaN and its moments not finite, as ever, and nothing else but its block.
+// It makes its own weight NaN and its moments non-finite, and affects nothing outside its block.
 TEST_P(EveryCombo, AGradientThatIsNotFiniteShows) {
   for (const float odd : {NAN, INFINITY, -INFINITY}) {
     for (int32_t isa = 0; tx_isa_name(isa); isa++) {

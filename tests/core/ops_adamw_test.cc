@@ -1,4 +1,5 @@
-// tx_adamw: what a call counts, skips, scales and refuses; tx_adamw_check refuses the same.
+// tx_adamw: counting, skipping and scaling steps, and rejecting illegal arguments; tx_adamw_check rejects the same
+// ones.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -28,7 +29,7 @@ TEST(Adamw, CountsItsStepAndUsesIt) {
   }
 }
 
-// G2, G3: a step that must not be taken changes nothing but the count of skipped steps.
+// G2, G3: a step that must be skipped changes nothing but the count of skipped steps.
 TEST(Adamw, G2_G3_SkipsWithoutAByteChanged) {
   struct Case {
     const char *name;
@@ -84,7 +85,7 @@ TEST(Adamw, TensorsAndElementsMayBeNone) {
   EXPECT_EQ(tx_adamw(call.Args(), nullptr, nullptr), TX_OK);
 }
 
-// Every refusal: what the message says, and that no byte changed.
+// Illegal arguments, one at a time: the message, and that no byte changed.
 struct Refusal {
   const char *name;
   void (*spoil)(Call &);
@@ -160,7 +161,7 @@ TEST(AdamwCheck, TakesWhatTheStepTakesAndChangesNothing) {
   EXPECT_EQ(tx_adamw_check(nullptr, &error), TX_ERROR_INVALID_ARGUMENT);
 }
 
-// One table of hyper-parameters serves several groups; lr tensors stand for its first column.
+// Parameters of one call may belong to different groups. lr tensors replace the groups' lr.
 TEST(Adamw, GroupsShareACall) {
   Param a(kF32, 200), b(kF32, 200), c(kF32, 200), d(kF32, 200);
   for (Param *p : {&a, &b, &c, &d})

@@ -1,6 +1,7 @@
-// Programs of calls of gradient statistics, buckets, casts, masters and messages (api_check.h).
+// Random calls for gradient statistics, buckets, casts, masters and messages, some with illegal arguments
+// (api_check.h).
 #include "tests/core/api_check.h"
-// after it, for EXPECT_EQ
+// after api_check.h, for EXPECT_EQ
 #include "tests/core/api_buckets.h"
 
 namespace {

@@ -1,6 +1,6 @@
-// Programs of calls of dtypes, the policy and the loss scale (api_check.h).
+// Random calls for dtypes, the policy and the loss scale, some with illegal arguments (api_check.h).
 #include "tests/core/api_check.h"
-// after it, for EXPECT_EQ
+// after api_check.h, for EXPECT_EQ
 #include "tests/core/api_decisions.h"
 
 namespace {

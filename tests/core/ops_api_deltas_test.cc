@@ -1,6 +1,6 @@
-// Programs of calls of deltas (api_check.h).
+// Random calls for weight deltas, some with illegal arguments (api_check.h).
 #include "tests/core/api_check.h"
-// after it, for EXPECT_EQ
+// after api_check.h, for EXPECT_EQ
 #include "tests/core/api_deltas.h"
 
 namespace {

@@ -1,6 +1,6 @@
-// Programs of calls of what plans (api_check.h).
+// Random calls of the planning functions, some with illegal arguments (api_check.h).
 #include "tests/core/api_check.h"
-// after it, for EXPECT_EQ
+// after api_check.h, for EXPECT_EQ
 #include "tests/core/api_planning.h"
 
 namespace {

@@ -1,4 +1,4 @@
-// Programs of calls of the steps (api_check.h).
+// Random calls of the AdamW and Muon steps, some with illegal arguments (api_check.h).
 #include "tests/core/api_check.h"
 #include "tests/core/api_steps.h"
 

@@ -1,4 +1,4 @@
-// tx_bucket_reduce: what ranks sent, summed in their order.
+// tx_bucket_reduce: sums the chunks of all ranks, in the order of the ranks.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -12,7 +12,7 @@ namespace {
 
 const float kInf = std::numeric_limits<float>::infinity(), kNan = std::numeric_limits<float>::quiet_NaN();
 
-// shard = reduce(chunks), or += it.
+// shard = reduce(chunks), or shard += reduce(chunks).
 void Reduce(std::vector<Wire> &chunks, Array &shard, double scale, bool accumulate = false, Counts *stats = nullptr) {
   std::vector<tx_tensor> data, scales;
   for (Wire &chunk : chunks) {
@@ -50,11 +50,11 @@ std::vector<float> Values(const Array &array) {
 
 class EveryWire : public testing::TestWithParam<tx_dtype> {};
 
-// dp 2, mean, whatever travels; a copy, since adding to the local slice would double it.
+// Two ranks, mean, every wire dtype. The shard is overwritten: adding to the local slice would count it twice.
 TEST_P(EveryWire, E4_TheShardIsTheMean) {
   const std::vector<std::vector<float>> g = {{1, 2, 3, 4}, {5, 6, 7, 8}};
   for (tx_dtype shard_dtype : kPlain) {
-    Array r0(shard_dtype, {1, 2}), r1(shard_dtype, {7, 8}); /* the local slices that are installed over */
+    Array r0(shard_dtype, {1, 2}), r1(shard_dtype, {7, 8}); /* the local slices, which are overwritten */
     auto c0 = Chunks(GetParam(), {{1, 2}, {5, 6}}), c1 = Chunks(GetParam(), {{3, 4}, {7, 8}});
     Reduce(c0, r0, 0.5);
     Reduce(c1, r1, 0.5);
@@ -63,7 +63,7 @@ TEST_P(EveryWire, E4_TheShardIsTheMean) {
   }
 }
 
-// Two micro-batches accumulated where they are, reduced once.
+// Two micro-batches are accumulated in place and reduced once.
 TEST_P(EveryWire, E5_MicroBatchesAreReducedOnce) {
   Array main[2] = {Array(TX_F32, {1, 2, 3, 4}), Array(TX_F32, {5, 6, 7, 8})};
   Array second[2] = {Array(TX_BF16, {1, 1, 1, 1}), Array(TX_BF16, {3, 3, 3, 3})};
@@ -81,7 +81,7 @@ TEST_P(EveryWire, E5_MicroBatchesAreReducedOnce) {
   EXPECT_EQ(Values(r1), (std::vector<float>{7, 8}));
 }
 
-// Sharded gradients: shard += reduced at each backward, the same numbers.
+// Sharded gradients: shard += reduced after each backward gives the same numbers.
 TEST_P(EveryWire, E3_ShardedGradientsAddEachReduction) {
   Array r0(TX_F32, 2);
   auto a = Chunks(GetParam(), {{1, 2}, {5, 6}}), b = Chunks(GetParam(), {{1, 1}, {3, 3}});
@@ -90,8 +90,8 @@ TEST_P(EveryWire, E3_ShardedGradientsAddEachReduction) {
   EXPECT_EQ(Values(r0), (std::vector<float>{5, 6}));
 }
 
-// The sum against double: N - 1 additions, one product and the scale's own rounding in fp32. Scaling in bf16 would be
-// off by 2e-3 for N = 3.
+// The sum compared with double: N - 1 additions, one product and the rounding of the scale, all in fp32. Scaling in
+// bf16 would be off by 2e-3 for N = 3.
 TEST_P(EveryWire, E6_ScalesInFp32) {
   for (int64_t n_ranks : {1, 3, 7, 12}) {
     std::vector<Wire> chunks;
@@ -100,7 +100,7 @@ TEST_P(EveryWire, E6_ScalesInFp32) {
       grads.emplace_back(Array(TX_F32, 5000).Fill(static_cast<uint32_t>(r)));
       chunks.push_back(Pack(grads.back(), GetParam()));
     }
-    const double scale = n_ranks == 1 ? 0.3 : 1.0 / static_cast<double>(n_ranks); /* a group of one scales too */
+    const double scale = n_ranks == 1 ? 0.3 : 1.0 / static_cast<double>(n_ranks); /* a single rank also scales */
     Array shard(TX_F32, 5000);
     Reduce(chunks, shard, scale);
     for (int64_t i = 0; i < 5000; i++) {
@@ -114,7 +114,7 @@ TEST_P(EveryWire, E6_ScalesInFp32) {
   }
 }
 
-// Element by element in the stated order: exact equality with scalar fp32 arithmetic.
+// Exactly equal to scalar fp32 arithmetic in the promised order, element by element.
 TEST_P(EveryWire, AddsInRankOrderAndRoundsOnce) {
   for (tx_dtype shard_dtype : kPlain) {
     for (bool accumulate : {false, true}) {
@@ -140,7 +140,7 @@ TEST_P(EveryWire, AddsInRankOrderAndRoundsOnce) {
   }
 }
 
-// What the shard holds afterwards, as a pass of tx_grad_stats over it would find.
+// The statistics of the new shard, equal to those of a separate pass of tx_grad_stats.
 TEST_P(EveryWire, StatisticsAreThoseOfWhatIsStored) {
   for (tx_dtype shard_dtype : kPlain) {
     for (bool accumulate : {false, true}) {
@@ -250,15 +250,15 @@ TEST(Reduce, RefusesWithAMessageAndWritesNothing) {
            {"stats has 20", TX_ERROR_SHAPE, [](Reducing &r) { r.args.stats.numel = 20; }},
            {"shard[0] and chunks[1] share memory", TX_ERROR_OVERLAP,
             [](Reducing &r) { r.chunks[1].data = static_cast<char *>(r.args.shard.data) + 50; }},
-           {"chunks[1] and shard[0] share memory", TX_ERROR_OVERLAP, /* codes are no sums */
+           {"chunks[1] and shard[0] share memory", TX_ERROR_OVERLAP, /* 8-bit codes cannot hold the sums */
             [](Reducing &r) { r.chunks[1].data = r.args.shard.data; }},
-           {"chunks[0] and shard[0] share memory", TX_ERROR_OVERLAP, /* it would be counted twice */
+           {"chunks[0] and shard[0] share memory", TX_ERROR_OVERLAP, /* the chunk would be counted twice */
             [](Reducing &r) {
               r.args.scales = nullptr;
               r.args.accumulate = 1;
               r.chunks = {r.args.shard, r.args.shard};
             }},
-           {"chunks[1] and shard[0] share memory", TX_ERROR_OVERLAP, /* one of the chunks, not two */
+           {"chunks[1] and shard[0] share memory", TX_ERROR_OVERLAP, /* the shard may be one of the chunks, not two */
             [](Reducing &r) {
               r.args.scales = nullptr;
               r.chunks = {r.args.shard, r.args.shard};

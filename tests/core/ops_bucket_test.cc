@@ -1,4 +1,5 @@
-// tx_bucket_pack, _unpack and _accumulate: gradients into wire data and out of it; and the bits of all of tx_bucket_*.
+// tx_bucket_pack, _unpack and _accumulate: gradients into a wire buffer and back. Also the bits of all tx_bucket_*
+// operators.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -41,7 +42,7 @@ uint32_t Threshold(int32_t rounding, uint64_t seed, int64_t step, int64_t i) {
   return tx_stochastic(tx_stochastic_key(seed, 0, TX_LANE_WIRE, step), static_cast<uint32_t>(i));
 }
 
-// The bucket as csrc/math's scalar functions make it, from its elements one by one.
+// The expected bucket, encoded element by element with csrc/math's scalar functions.
 Wire ExpectedBucket(const std::vector<float> &values, tx_dtype wire, int32_t rounding, uint64_t seed, int64_t step) {
   const int64_t n = static_cast<int64_t>(values.size());
   Wire bucket(wire, n);
@@ -80,7 +81,7 @@ TEST_P(EveryLayout, E3_PacksWhatIsThereAndZeroesWhatIsNot) {
     for (Array &grad : grads)
       tensors.push_back(grad.tensor());
     Wire bucket(wire, layout.bucket);
-    bucket.data.FillBytes(1); /* what the last use left */
+    bucket.data.FillBytes(1); /* left over from an earlier use */
     bucket.scales.FillBytes(2);
     tx_bucket_pack_args args = TX_BUCKET_PACK_ARGS_INIT;
     args.n = static_cast<int64_t>(tensors.size());
@@ -96,7 +97,7 @@ TEST_P(EveryLayout, E3_PacksWhatIsThereAndZeroesWhatIsNot) {
     ASSERT_EQ(tx_bucket_pack(&args, threads.parallel(), &error), TX_OK) << error.message;
     EXPECT_TRUE(bucket == ExpectedBucket(values, wire, rounding, 77, 5)) << "rounding " << rounding;
 
-    /* and back, into tensors of other dtypes; an unused one is passed over */
+    /* Unpack into tensors of other dtypes; unused parameters are skipped. */
     std::vector<Array> back;
     std::vector<tx_tensor> back_tensors;
     for (size_t i = 0; i < layout.numels.size(); i++)
@@ -119,7 +120,7 @@ INSTANTIATE_TEST_SUITE_P(Layouts, EveryLayout, testing::ValuesIn(PackCases()), [
   return std::string(info.param.layout.name) + "_" + DtypeName(info.param.wire);
 });
 
-// Offsets need block edges only where there are blocks.
+// Offsets have to be at block edges only if the bucket has blocks.
 TEST(Pack, PlainBucketsTakeAnyOffset) {
   Array a(TX_F32, {1, 2, 3}), b(TX_BF16, {4, 5}), bucket(TX_BF16, 8);
   const tx_tensor grads[] = {a.tensor(), b.tensor()};
@@ -136,12 +137,12 @@ TEST(Pack, PlainBucketsTakeAnyOffset) {
 TEST(Pack, SameDtypeKeepsEveryBit) {
   for (tx_dtype dtype : kPlain) {
     Array grad(dtype, 5000);
-    grad.FillBytes(8); /* NaN payloads and signalling NaNs included */
+    grad.FillBytes(8); /* includes signalling NaNs and NaN payloads */
     EXPECT_EQ(Pack(grad, dtype).data.bytes(), grad.bytes()) << DtypeName(dtype);
   }
 }
 
-// An 8-bit wire loses a NaN's place in its block but not that there was one.
+// In 8 bits the whole block becomes NaN: the position is lost, but not the fact.
 TEST(Pack, ANonFiniteGradientStaysLoudOnTheWire) {
   for (tx_dtype wire : kWires) {
     Array grad(TX_F32, 300);

@@ -1,4 +1,4 @@
-// tx_cast: every form to every other, by every rounding.
+// tx_cast: from every form to every other, with every rounding.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -31,7 +31,7 @@ const std::vector<Form> kForms = {
     {TX_F32, false}, {TX_BF16, false}, {TX_F16, false}, {TX_U8, true}, {TX_F16, true},
 };
 
-// A tensor in some form.
+// A tensor in one of the forms.
 struct Formed {
   Form form;
   tx_format format;
@@ -54,7 +54,7 @@ struct Formed {
     return format == TX_FORMAT_SQRT ? value * value : value;
   }
 
-  // What csrc/math's scalar functions make of `values`, with the thresholds of elements start, start + 1, ...
+  // Encodes `values` with csrc/math's scalar functions, with the thresholds of the elements start, start + 1, ...
   void Encode(const std::vector<float> &values, int32_t rounding, int64_t start) {
     const auto n = static_cast<int64_t>(values.size());
     for (int64_t at = 0; at < n; at += TX_BLOCK) {
@@ -112,7 +112,7 @@ tx_status Cast(std::vector<Formed> &srcs, std::vector<Formed> &dsts, int32_t rou
   return tx_cast(&args, parallel, error);
 }
 
-// Values for a form to start from; roots need v >= 0.
+// Values to cast; for roots they have to be >= 0.
 std::vector<float> Inputs(int64_t n, tx_format format) {
   Array values(TX_F32, n);
   values.Fill(static_cast<uint32_t>(n) + 1, 1e-3f);
@@ -155,7 +155,7 @@ TEST_P(EveryPair, EqualsTheScalarConversionElementByElement) {
     for (size_t k = 0; k < dsts.size(); k++) {
       ASSERT_EQ(dsts[k].data.raw(), expected[k].data.raw()) << dsts[k].data.size() << " rounding " << rounding;
       ASSERT_EQ(dsts[k].scales.raw(), expected[k].scales.raw()) << dsts[k].data.size() << " rounding " << rounding;
-      /* the same form: not only equal numbers, equal bytes, whatever the rounding (DESIGN: re-encoding is stable) */
+      /* The same form: equal bytes, not only equal numbers, whatever the rounding (re-encoding is stable). */
       if (copies) {
         EXPECT_EQ(dsts[k].data.raw(), srcs[k].data.raw());
       }
@@ -170,7 +170,7 @@ INSTANTIATE_TEST_SUITE_P(Forms, EveryPair,
                                   FormatName(std::get<2>(info.param));
                          });
 
-// Decoded to fp32 and encoded again, by any rounding: the same bytes.
+// Decoding to fp32 and encoding again gives the same bytes, with any rounding.
 TEST(Cast, ReEncodingADecodedTensorChangesNoByte) {
   for (Form form : kForms) {
     for (tx_format format : {TX_FORMAT_SIGNED, TX_FORMAT_SQRT, TX_FORMAT_MOMENTUM}) {
@@ -189,7 +189,7 @@ TEST(Cast, ReEncodingADecodedTensorChangesNoByte) {
   }
 }
 
-// Thresholds belong to the logical element: a shard that says where it starts gets the bits of the whole.
+// Thresholds belong to the logical element: a shard that knows its start gets the bits of the whole tensor.
 TEST(Cast, ShardsCutAtBlocksGiveTheBitsOfTheWhole) {
   const int64_t n = 40000, cut = 128 * 77;
   for (Form form : kForms) {
@@ -213,9 +213,9 @@ TEST(Cast, ShardsCutAtBlocksGiveTheBitsOfTheWhole) {
   }
 }
 
-// The mean over steps is the value: what nearest rounding cannot give.
+// The mean over many steps is the value itself, which nearest rounding cannot give.
 TEST(Cast, ThresholdsRoundWithoutBias) {
-  const float value = 1.0f + 0.3f / 128; /* three tenths of the way from 1 to the next bf16 */
+  const float value = 1.0f + 0.3f / 128; /* three tenths of the way from 1 to the next bf16 number */
   for (int32_t rounding : {TX_DITHERED, TX_STOCHASTIC}) {
     double sum = 0;
     const int64_t n = 1000;
@@ -244,7 +244,8 @@ TEST(Cast, BitsAreTheSameEverywhere) {
         for (tx_format format : {TX_FORMAT_SIGNED, TX_FORMAT_SQRT, TX_FORMAT_MOMENTUM}) {
           for (int32_t rounding : kRoundings) {
             std::vector<Formed> srcs, dsts;
-            srcs.emplace_back(from, format, 20000).data.FillBytes(1); /* every code, NaN, Inf, subnormal */
+            srcs.emplace_back(from, format, 20000)
+                .data.FillBytes(1); /* every code, including NaN, Inf and subnormals */
             srcs.back().scales.FillBytes(2);
             srcs.emplace_back(from, format, 333).Encode(Inputs(333, format), TX_NEAREST, 0);
             for (const Formed &f : srcs)

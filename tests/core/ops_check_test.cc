@@ -1,4 +1,4 @@
-// What every operator checks before it writes: tensors, overlap, fixed tensors, threads.
+// The checks that operators make before they write anything: tensors, overlaps, tensors of fixed shape, threads.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -69,7 +69,7 @@ TEST(CheckTensors, CountsAreNotNegative) {
 struct OverlapCase {
   const char *name;
   std::vector<tx_tensor> writes, reads;
-  std::vector<const char *> says; /* empty: legal */
+  std::vector<const char *> says; /* expected in the message; empty: legal */
 };
 
 class Overlap : public testing::TestWithParam<OverlapCase> {};
@@ -106,7 +106,7 @@ INSTANTIATE_TEST_SUITE_P(Cases, Overlap, testing::ValuesIn(kOverlaps),
 TEST(CheckOverlap, AgreesWithEveryPairLookedAt) {
   std::mt19937 generator(1);
   int found = 0;
-  constexpr int kPlaces = 7; /* more ranges than that are not noted */
+  constexpr int kPlaces = 7; /* a smaller order than some calls need, which is then not used */
   int32_t places[kPlaces] = {};
   const tx_order order = {places, kPlaces};
   for (int round = 0; round < 3000; round++) {
@@ -129,7 +129,7 @@ TEST(CheckOverlap, AgreesWithEveryPairLookedAt) {
     const tx_span spans[] = {{"outs", lists[0].data(), static_cast<int64_t>(lists[0].size()), 1},
                              {"ins", lists[1].data(), static_cast<int64_t>(lists[1].size()), 0}};
     ASSERT_EQ(tx_check_overlap(spans, 2, nullptr), expected ? TX_ERROR_OVERLAP : TX_OK) << round;
-    // An order that was noted of other memory, or is nonsense, changes nothing; that of this memory is right.
+    // A remembered order of other memory, or a nonsensical one, makes no difference; the right one is used.
     for (int again = 0; again < 2; again++)
       ASSERT_EQ(tx_check_overlap_noted(spans, 2, &order, nullptr), expected ? TX_ERROR_OVERLAP : TX_OK) << round;
     if (round % 3 == 0) places[generator() % kPlaces] = static_cast<int32_t>(generator() % 12) - 2;
@@ -150,7 +150,7 @@ TEST(CheckOverlap, NotesTheOrderThatItFinds) {
   EXPECT_EQ(std::vector<int32_t>(places, places + 4), (std::vector<int32_t>{1, 3, 0, 2}));
 }
 
-// -- the small ones ---------------------------------------------------------------------------------------------
+// -- small checks -----------------------------------------------------------------------------------------------------
 
 TEST(CheckFixed, OneShapeOneDtypeAndPerhapsNone) {
   tx_error error = {};
@@ -188,9 +188,9 @@ TEST(CheckRounding, KnowsThree) {
     EXPECT_EQ(tx_check_rounding("r", rounding, nullptr), TX_ERROR_ILLEGAL_VALUE);
 }
 
-// -- memory that is a device's ----------------------------------------------------------------------------------
+// -- device memory ----------------------------------------------------------------------------------------------------
 
-// Addresses at which nothing can be read.
+// A tensor at an address that the host cannot read.
 tx_tensor Device(int page, int64_t numel, tx_dtype dtype) {
   return {reinterpret_cast<void *>(static_cast<uintptr_t>(page) * 4096), numel, dtype, 0};
 }
@@ -337,7 +337,7 @@ TEST(CheckAdamwGroups, TheStepTakesWhatItTakes) {
     ASSERT_EQ(tx_check_adamw(&call.args, 0, &of_the_step), status);
     const std::string step = of_the_step.message, group = of_the_group.message;
     ASSERT_EQ(status == TX_OK, step.empty());
-    // They name groups and betas each as their callers do.
+    // The two functions name groups and betas differently; the rest of the message is equal.
     ASSERT_EQ(step.substr(std::min(step.find(" is "), step.size())),
               group.substr(std::min(group.find(" is "), group.size())));
   }

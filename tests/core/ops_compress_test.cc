@@ -1,5 +1,4 @@
-// tx_compress and tx_expand: every bit that one end of a wire sends comes back at the other, and messages have the form
-// that both ends count on.
+// tx_compress and tx_expand: every value comes back bit for bit, and messages have the documented format.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -14,10 +13,10 @@
 
 namespace {
 
-using Patterns = std::vector<uint16_t>;  // bf16, as stored
+using Patterns = std::vector<uint16_t>;  // bf16 values, as stored
 
 constexpr int64_t kHeader = sizeof(int64_t), kNot = -1;
-// Of a block: what is there without escapes.
+// Bytes of a block without its escapes.
 constexpr int64_t kFixed = 2 + TX_BLOCK + TX_BLOCK / 2;
 
 int64_t Most(int64_t blocks) {
@@ -38,8 +37,8 @@ Array AsArray(const Patterns &patterns, int64_t misalign = 1) {
   return array;
 }
 
-// The message as csrc/core/compressed.h and csrc/math/compress_block.h describe it, one element after the other, up to
-// its last escape and with no care for how many there may be.
+// The message as described in csrc/core/compressed.h and csrc/math/compress_block.h, built element by element. It ends
+// with the last escape; the limit on their number is ignored.
 struct Expected {
   explicit Expected(const Patterns &values) {
     const size_t blocks = values.size() / TX_BLOCK;
@@ -69,11 +68,11 @@ struct Expected {
   std::vector<uint8_t> bytes;
 };
 
-// What travels: a message, and the bytes that follow it.
+// What is sent: a message, and the number of plain bytes that follow it.
 struct Sent {
   explicit Sent(int64_t numel, uint32_t seed = 1, int64_t misalign = 3)
       : message(TX_U8, tx_compressed_bytes(numel), misalign) {
-    message.FillBytes(seed); /* what the last use left */
+    message.FillBytes(seed); /* left over from an earlier use */
   }
   int64_t escapes() const { return message.Word<int64_t>(0); }
   Array message;
@@ -89,8 +88,8 @@ Sent Compress(Array &values, uint32_t seed = 1, int64_t misalign = 3) {
   return sent;
 }
 
-// The other end: the message is expanded into an array that has something else in it, and the rest, which must have
-// been left alone, is put behind.
+// The receiver: expands the message into an array that has other contents, checks that the rest of the array was not
+// written, and copies the plain bytes there.
 Array Arrive(Sent &sent, const Array &values, int64_t misalign = 5) {
   Array back(TX_BF16, values.size(), misalign);
   back.FillBytes(2);
@@ -119,7 +118,7 @@ void OnEveryIsa(Run run) {
   EXPECT_EQ(tx_isa_select(selected.c_str(), nullptr), TX_OK);
 }
 
-// The message is the expected one on every instruction set, so the same on all of them, and the values come back.
+// On every instruction set the message has the expected bytes, and the values come back.
 void ExpectComesBack(const Patterns &patterns, int64_t misalign = 1) {
   const int64_t numel = static_cast<int64_t>(patterns.size()), blocks = numel / TX_BLOCK;
   const Expected expected(patterns);
@@ -128,7 +127,7 @@ void ExpectComesBack(const Patterns &patterns, int64_t misalign = 1) {
     Sent sent = Compress(values, 1, misalign + 2);
     if (expected.escapes <= Most(blocks)) {
       EXPECT_EQ(sent.rest, 0);
-      std::vector<uint8_t> whole = expected.bytes; /* zeros where no escape is */
+      std::vector<uint8_t> whole = expected.bytes; /* zeros in place of unused escapes */
       whole.resize(sent.message.byte_count());
       EXPECT_TRUE(sent.message.bytes() == whole) << sent.escapes() << " escapes, not " << expected.escapes << "?";
     } else {
@@ -154,7 +153,7 @@ enum Fits { kFits, kDoesNot, kMay };
 
 struct Kind {
   const char *id;
-  Fits fits;  // at any size, at none, by the size or by chance
+  Fits fits;  // at every size; at none; or depending on size and chance
   uint16_t (*element)(Random &random, int64_t block, int64_t i);
 };
 
@@ -243,7 +242,7 @@ TEST(Compress, EveryPatternComesBack) {
     for (int rest = 0; rest < 1 << 15; rest++)
       sorted.push_back(static_cast<uint16_t>(sign << 15 | rest));
   }
-  /* as many exponents side by side as a block can have without an escape */
+  /* as many different exponents next to each other as a block can have without an escape */
   for (int begin = 0, end = 16; begin < 256; begin = end, end += 15) {
     for (int low = 0; low < 256; low++) {
       for (int exponent = begin; exponent < end; exponent++)
@@ -257,8 +256,8 @@ TEST(Compress, EveryPatternComesBack) {
   }
 }
 
-// Every top, and every exponent below it, in a block of its own: 14 below is a code, 15 below an escape, and an
-// exponent of 0 never is one.
+// Every highest exponent of a block, with every lower exponent: a difference of up to 14 is a code, 15 or more an
+// escape; exponent 0 is never an escape.
 TEST(Compress, OnlyWhatIsFifteenBelowTheTopIsAnEscape) {
   OnEveryIsa([] {
     for (int top = 0; top < 256; top++) {
@@ -281,7 +280,7 @@ TEST(Compress, OnlyWhatIsFifteenBelowTheTopIsAnEscape) {
   });
 }
 
-// What travels in training: numbers of one scale have escapes, but few; whatever gradients do comes back.
+// Typical gradients: normal numbers of one magnitude have a few escapes. Any gradients have to come back.
 TEST(Compress, GradientsComeBack) {
   for (const int64_t blocks : {1, 2, 3, 7, 64, 1000}) {
     SCOPED_TRACE(blocks);
@@ -315,7 +314,7 @@ TEST(Compress, AnyAddressWillDo) {
     ExpectComesBack(patterns, misalign);
 }
 
-// Bytes behind the last escape say nothing.
+// Unused bytes after the last escape are zeros.
 TEST(Compress, WhatWasInTheMessageBeforeDoesNotMatter) {
   Patterns patterns(3 * TX_BLOCK, Pattern(0, 100, 1));
   patterns[200] = Pattern(1, 50, 2);
@@ -396,7 +395,7 @@ TEST(CompressedBytes, AreFewerThanOfTheElements) {
 struct Crowd {
   const char *id;
   int64_t blocks;
-  int64_t (*block)(int64_t escape, int64_t blocks);  // which one an escape is in
+  int64_t (*block)(int64_t escape, int64_t blocks);  // the block that contains this escape
 };
 
 int64_t Last(int64_t escape, int64_t blocks) {
@@ -535,7 +534,7 @@ TEST(Compress, RefusesWithAMessageAndWritesNothing) {
   }
 }
 
-// Side by side is not shared.
+// Adjacent memory is not an overlap.
 TEST(Compress, AMessageMayFollowItsValues) {
   const int64_t bytes = 2 * TX_BLOCK, all = bytes + tx_compressed_bytes(TX_BLOCK);
   Array memory(TX_U8, all);
@@ -546,7 +545,7 @@ TEST(Compress, AMessageMayFollowItsValues) {
   EXPECT_EQ(rest, 0);
 }
 
-// A message of 8 blocks, and where its parts are. Behind it is what would do as escapes, if it were read.
+// A message of 8 blocks with access to its parts. The bytes behind it would be valid escapes if they were read.
 struct Damaged {
   static constexpr int64_t kBlocks = 8, kEscapes = 5, kBehind = 2 * 255 * kBlocks;
   Damaged() : values(AsArray(WithEscapes({"", kBlocks, Each}, kEscapes))), memory(TX_U8, Bytes() + kBehind) {
@@ -558,7 +557,7 @@ struct Damaged {
   void Say(int64_t escapes) { memory.SetWord(0, escapes); }
   uint8_t &Count(int64_t block) { return memory.data()[kHeader + kBlocks + block]; }
   uint8_t &Index(int64_t escape) { return memory.data()[kHeader + kBlocks * kFixed + 2 * escape]; }
-  // So that the counts add up to this.
+  // Sets the counts so that their sum is `escapes`.
   void CountAll(int64_t escapes) {
     for (int64_t b = 0; b < kBlocks; b++) {
       Count(b) = static_cast<uint8_t>(std::min<int64_t>(escapes, 255));
@@ -612,7 +611,7 @@ TEST(Expand, RefusesADamagedMessage) {
   }
 }
 
-// The damage above is what is refused, not the helper's way to reach the parts.
+// The undamaged message is accepted: the helper's access to its parts is right.
 TEST(Expand, TakesTheSameMessageUndamaged) {
   Damaged d;
   d.Say(Damaged::kEscapes);

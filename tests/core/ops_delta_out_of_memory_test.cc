@@ -1,5 +1,5 @@
-// Each request of the functions of deltas for memory is refused once: the call fails with TX_ERROR_OUT_OF_MEMORY, and
-// no byte is changed. tests/package/test_out_of_memory_tables.py reads the table.
+// Lets each memory request of the delta functions fail once: the call has to return TX_ERROR_OUT_OF_MEMORY and change
+// no byte. tests/package/test_out_of_memory_tables.py reads the table.
 #include "tests/core/delta_trainer.h"
 
 #ifndef TX_SANITIZED
@@ -11,7 +11,7 @@ using refuse_memory::Attempt;
 
 const std::vector<Param> kModel = {{"a", 140000, TX_BF16}, {"b", 2000, TX_F32}};
 
-// A trainer that made a few messages and has stepped since, and an engine at version 0.
+// A trainer that has published two deltas and a whole message, and an engine at version 0.
 struct World {
   Trainer trainer{kModel, 1, 67, true};
   Engine engine{trainer};
@@ -20,7 +20,7 @@ struct World {
   tx_delta_receiver *receiver = nullptr;
 
   World() {
-    for (const float lr : {1e-5f, 1.0f}) {  // the second one goes dense
+    for (const float lr : {1e-5f, 1.0f}) {  // the second delta is large enough to be dense
       trainer.Step(lr);
       versions.push_back(trainer.Encode()[0]);
     }
@@ -33,7 +33,7 @@ struct World {
     tx_delta_close(receiver);
   }
 
-  // All that a call may change.
+  // Everything that a call may change.
   std::vector<Bytes> State() {
     std::vector<Bytes> all = engine.weights;
     const auto add = [&](const void *data, size_t bytes) {
@@ -156,7 +156,7 @@ class Deltas : public testing::TestWithParam<Row> {};
 TEST_P(Deltas, ChangeNothingWhereMemoryIsRefused) {
   int64_t refused = 0;
   for (const int64_t threads : {1, 3}) {
-    World world; /* the same for all attempts: none but the last one changes it */
+    World world; /* one for all attempts, because only the last one changes it */
     GetParam().before(world);
     const std::vector<Bytes> state = world.State();
     for (int64_t failing = 0;; failing++) {

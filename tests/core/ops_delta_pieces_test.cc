@@ -1,6 +1,6 @@
-// Pieces as an engine may have them, by chance: fused, sliced, transposed, reversed, with gaps, at odd addresses, and
-// wrong ones. Whether a receiver opens, and with which status, is what looking at every element and byte says; and a
-// message writes the bytes of its elements and no other byte.
+// An engine's pieces, generated at random: fused, sliced, transposed, reversed, with gaps, at odd addresses, and wrong
+// ones. tx_delta_open has to return the status that a check of every element and byte gives. A message has to write the
+// bytes of the elements that the engine holds, and no other byte.
 #include <gtest/gtest.h>
 
 #include <cstdlib>
@@ -13,7 +13,7 @@
 #include "csrc/torch_ext_delta.h"
 
 #ifdef TX_SANITIZED
-// What is refused for lack of memory below is more than the sanitizer's malloc refuses by itself.
+// Some requests below exceed the memory; by default the sanitizer's malloc aborts on them instead of returning NULL.
 extern "C" const char *__asan_default_options() {
   return "allocator_may_return_null=1";
 }
@@ -49,7 +49,7 @@ struct Program {
 
   int64_t Below(int64_t bound) { return static_cast<int64_t>(gen() % static_cast<uint64_t>(bound)); }
 
-  // A parameter as columns of a matrix, or as runs, each somewhere.
+  // Divides a parameter, as a matrix of random shape, into blocks of columns.
   void Cut(int64_t p) {
     const int64_t numel = params[static_cast<size_t>(p)].numel;
     std::vector<int64_t> rows;
@@ -63,7 +63,7 @@ struct Program {
       from += columns;
     }
   }
-  // One after the other in the arena.
+  // Places a piece in the arena after the previous one.
   void Place(tx_delta_piece piece) {
     const int64_t item = Item(params[static_cast<size_t>(piece.param)].dtype);
     const int64_t gap = 1 + Below(2), pad = Below(3), r = piece.rows, c = piece.columns;
@@ -91,21 +91,21 @@ struct Program {
 
   std::mt19937 gen;
   Bytes arena;
-  int64_t used = kArena / 2;  // so that what is spoilt stays inside
+  int64_t used = kArena / 2;  // in the middle, so that spoilt pieces stay inside
   std::vector<std::string> names;
   std::vector<tx_delta_param> params;
   std::vector<tx_delta_piece> pieces;
 };
 
-// -- what must be ---------------------------------------------------------------------------------------------------
+// -- what is expected -------------------------------------------------------------------------------------------------
 
-// Where the elements of a parameter are, by looking at each; 0: not held.
+// The address of each element of each parameter, found element by element; nullptr: the engine does not hold it.
 struct Truth {
   tx_status status = TX_OK;
   std::vector<std::vector<uint8_t *>> places;
 };
 
-tx_status OfAPiece(const Program &program, const tx_delta_piece &piece) {
+tx_status PieceStatus(const Program &program, const tx_delta_piece &piece) {
   if (piece.param < 0 || piece.param >= static_cast<int64_t>(program.params.size())) return TX_ERROR_INVALID_ARGUMENT;
   const int64_t numel = program.params[static_cast<size_t>(piece.param)].numel;
   if (piece.rows < 1 || piece.columns < 1 || piece.first < 0) return TX_ERROR_SHAPE;
@@ -115,10 +115,10 @@ tx_status OfAPiece(const Program &program, const tx_delta_piece &piece) {
                                                                                                : TX_OK;
 }
 
-Truth LookAtAll(const Program &program) {
+Truth ExpectedPlaces(const Program &program) {
   Truth truth;
   for (const tx_delta_piece &piece : program.pieces) {
-    truth.status = OfAPiece(program, piece);
+    truth.status = PieceStatus(program, piece);
     if (truth.status != TX_OK) return truth;
   }
   std::set<uint8_t *> bytes;
@@ -147,7 +147,8 @@ Truth LookAtAll(const Program &program) {
     int64_t rows = 0;
     for (const tx_delta_piece &piece : program.pieces)
       rows += piece.param == static_cast<int64_t>(p) ? piece.rows : 0;
-    if (rows > program.params[p].numel) truth.status = TX_ERROR_OVERLAP;  // some of them, whatever else is wrong
+    if (rows > program.params[p].numel)
+      truth.status = TX_ERROR_OVERLAP;  // some rows must overlap, whatever else is wrong
     if (truth.status != TX_OK) return truth;
     for (const int count : counts[p]) {
       truth.status = count == 0 ? TX_ERROR_SHAPE : count > 1 ? TX_ERROR_OVERLAP : TX_OK;
@@ -158,7 +159,7 @@ Truth LookAtAll(const Program &program) {
   return truth;
 }
 
-// All weights of the parameters as one full message.
+// A message with all weights of the parameters.
 Bytes Message(const std::vector<tx_delta_param> &params, std::vector<Bytes> *weights, std::mt19937 *gen) {
   std::vector<tx_delta_run> runs;
   weights->clear();
@@ -199,7 +200,7 @@ struct Tally {
 
 void OpenAndReceive(uint32_t seed, Tally *tally) {
   Program program(seed);
-  const Truth truth = LookAtAll(program);
+  const Truth truth = ExpectedPlaces(program);
   const Bytes before = program.arena;
   tx_delta_receiver *receiver = nullptr;
   tx_error error = {};
@@ -231,7 +232,7 @@ void OpenAndReceive(uint32_t seed, Tally *tally) {
   ASSERT_TRUE(program.arena == expected) << "a byte is another one than its element's";
 }
 
-// TX_DELTA_PIECES: how many programs; the first seed is always 1.
+// Environment: TX_DELTA_PIECES is the number of programs. The first seed is 1.
 TEST(DeltaPieces, OpenAndReceiveAsEveryElementSays) {
   const char *asked = std::getenv("TX_DELTA_PIECES");
   Tally tally;
@@ -243,7 +244,7 @@ TEST(DeltaPieces, OpenAndReceiveAsEveryElementSays) {
   EXPECT_GT(tally.refused, 100);
 }
 
-// -- numbers that no engine means -----------------------------------------------------------------------------------
+// -- absurd numbers ---------------------------------------------------------------------------------------------------
 
 constexpr int64_t kMost = int64_t{1} << 56;
 
@@ -260,12 +261,12 @@ TEST(DeltaPieces, MoreRowsThanElementsAreRefused) {
   const std::vector<tx_delta_piece> some(3, {0, 0, 1000, 1, 1, nullptr, 0, 0});
   EXPECT_EQ(Open({{"weight", 1000, TX_BF16, 0}}, some, &error), TX_ERROR_OVERLAP);
   EXPECT_NE(std::string(error.message).find("\"weight\""), std::string::npos) << error.message;
-  // 24 bytes for each of 2^61 rows are 0 modulo 2^64; those of 2^56 elements are more than any memory.
+  // 24 bytes for each of 2^61 rows are 0 modulo 2^64; a list of 2^56 elements is larger than any memory.
   const std::vector<tx_delta_piece> absurd(32, {0, 0, kMost, 1, 1, nullptr, 0, 0});
   EXPECT_EQ(Open({{"weight", kMost, TX_BF16, 0}}, absurd, &error), TX_ERROR_OUT_OF_MEMORY) << error.message;
 }
 
-// Strides of a piece of so many elements that a list of them has no room anywhere.
+// Strides of a piece that has too many elements to list them all.
 constexpr int64_t kColumns = kMost / 8;
 struct Strides {
   const char *id;

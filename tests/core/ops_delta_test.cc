@@ -1,5 +1,5 @@
-// Deltas of weights: every bit arrives, whatever happened to weights and messages on the way, and what cannot be
-// applied is named before anything is written.
+// Weight deltas: every bit arrives, whatever happens to the weights and to the messages. A message that cannot be
+// applied is rejected with a reason, before anything is written.
 #include <cstring>
 #include <string>
 
@@ -78,7 +78,7 @@ TEST(Delta, InstructionSetsMakeTheSameBytes) {
   ASSERT_EQ(tx_isa_select(nullptr, nullptr), TX_OK);
 }
 
-// Gaps of which each may be as long as any, behind many that are short: their codes are of all lengths there are.
+// Gaps between changed weights of every length, after many short gaps: their codes have all possible lengths.
 TEST(Delta, GapsOfAnyLengthArrive) {
   for (int32_t isa = 0; tx_isa_name(isa); isa++) {
     ASSERT_EQ(tx_isa_select(tx_isa_name(isa), nullptr), TX_OK);
@@ -96,7 +96,7 @@ TEST(Delta, GapsOfAnyLengthArrive) {
         SetWeight(&shard.weights, at, shard.dtype, next);
         shard.changed[static_cast<size_t>(at / 8)] |= static_cast<uint8_t>(1 << at % 8);
         shard.AddBound(at / TX_BLOCK, std::fabs(is - was));
-        if (left < 0) left = static_cast<int64_t>(std::exp2(octaves(trainer.gen()) / 2)); /* short ones follow */
+        if (left < 0) left = static_cast<int64_t>(std::exp2(octaves(trainer.gen()) / 2)); /* short gaps follow */
         at += left > 0 ? 1 + at % 3 : static_cast<int64_t>(std::exp2(octaves(trainer.gen())));
       }
       shard.KeepDistances();
@@ -166,7 +166,7 @@ TEST(Delta, ATableOfAnotherModelIsNone) {
     EXPECT_EQ(tx_delta_params_of(AsTensor(whole), 6, params.data(), &error), TX_ERROR_INVALID_ARGUMENT) << i;
     whole[i] ^= 0x41;
   }
-  whole[TX_DELTA_AT_PARAMS + 3] = 0x7f; /* who made room for so many would have none left */
+  whole[TX_DELTA_AT_PARAMS + 3] = 0x7f; /* memory for that many parameters could not be allocated */
   with_checksum();
   EXPECT_EQ(tx_delta_info_of(AsTensor(whole), &info, &error), TX_ERROR_INVALID_ARGUMENT);
 }
@@ -182,7 +182,7 @@ TEST(Delta, WhatSomebodyElseWroteTravelsToo) {
   EXPECT_TRUE(engine.Equals(trainer));
 
   trainer.Step(1e-7f);
-  Shard &shard = trainer.shards()[0][2];  // a resync, of which the step knows
+  Shard &shard = trainer.shards()[0][2];  // a resync, which the step has noted
   shard.Overwrite(0.25f);
   std::fill(shard.moved.begin(), shard.moved.end(), static_cast<uint16_t>(0x7f80));
   std::fill(shard.changed.begin(), shard.changed.end(), static_cast<uint8_t>(0xff));
@@ -190,7 +190,7 @@ TEST(Delta, WhatSomebodyElseWroteTravelsToo) {
   EXPECT_TRUE(engine.Equals(trainer));
 }
 
-// Bounds and distances say nothing of a run of which nobody noted what changed.
+// A run whose changes were not tracked is sent whole: its bounds and distances are meaningless.
 TEST(Delta, ARunWithoutChangedBitsGoesWhole) {
   for (const bool exact : {false, true}) {
     Trainer trainer(kModel, 2, 67, exact);
@@ -203,7 +203,7 @@ TEST(Delta, ARunWithoutChangedBitsGoesWhole) {
   }
 }
 
-// A distance that saturated stays "further", wherever the weight went afterwards.
+// A saturated distance stays "further", even if the weight later returns. The weight has to be sent as it is.
 TEST(Delta, WhatCameBackFromFarIsTakenAsItIs) {
   Trainer trainer({{"w", 9000, TX_BF16}}, 1, 61, true);
   Engine engine(trainer);
@@ -220,11 +220,12 @@ TEST(Delta, WhatCameBackFromFarIsTakenAsItIs) {
   EXPECT_TRUE(engine.Equals(trainer));
 }
 
-// Where a bound is as large as what is infinite, weights may have been on the other side of any edge of their classes.
+// If a bound reaches the size of numbers that round to infinity, a weight may have been on the other side of any
+// boundary of its class.
 TEST(Delta, WhatWasInfiniteComesBackToAnything) {
   struct Far {
     tx_dtype dtype;
-    float infinite, most;  // what a weight is rounded to infinity from, and the largest that it comes back to
+    float infinite, most;  // a value that rounds to infinity; the largest magnitude to which a weight returns
   };
   for (const Far &far : {Far{TX_F16, 1e5f, 3e4f}, Far{TX_BF16, 3.4e38f, 1.1e37f}}) {
     for (const bool exact : {false, true}) {
@@ -257,7 +258,7 @@ TEST(Delta, WeightsThatSomebodyChangedInTheEngineAreNamed) {
   Engine engine(trainer);
   trainer.Step(1e-5f);
   const std::vector<Bytes> parts = trainer.Encode();
-  engine.weights[2][2000] ^= 0x10;  // of an element that hardly changes
+  engine.weights[2][2000] ^= 0x10;  // an element that rarely changes
   const std::vector<Bytes> before = engine.weights;
   EXPECT_EQ(engine.Apply(parts, TX_DELTA_FULL), TX_ERROR_MISMATCH);
   EXPECT_NE(std::string(engine.error.message).find("c.weight"), std::string::npos) << engine.error.message;
@@ -307,7 +308,7 @@ TEST(Delta, AChainWithAnotherHistoryIsNamed) {
   trainer.Step(1e-5f);
   const tx_delta_chain before = trainer.chain(0);
   ASSERT_EQ(engine.Apply(trainer.Encode()), TX_OK);
-  trainer.chain(0) = before;  // a trainer that went back, and took another way
+  trainer.chain(0) = before;  // the trainer goes back and takes another path
   trainer.Step(1e-4f);
   (void)trainer.Encode();
   trainer.Step(1e-4f);
@@ -333,7 +334,7 @@ TEST(Delta, AnyDamagedByteIsFound) {
   EXPECT_EQ(engine.Apply({good}), TX_OK);
 }
 
-// Bytes of the body changed, and the checksum made right: whoever does that may write weights, and nothing else.
+// Bytes of the body are forged and the checksum is corrected. Such a message may write weights, and nothing else.
 TEST(Delta, ForgedBytesWriteNothingElse) {
   for (const Way &way : kWays) {
     Trainer trainer(kSmall, 1, 37, way.exact, way.checks, way.sliceable);
@@ -370,7 +371,7 @@ TEST(Delta, AThousandVersionsOfWhichOneInAHundredGoesWrong) {
     if (wrong) {
       std::vector<Bytes> sent = parts;
       switch (gen() % 4) {
-        case 0:  // lost, and the next one comes
+        case 0:  // this version is lost, and the next one arrives
           trainer.Step(1e-5f);
           sent = trainer.Encode();
           break;
@@ -410,7 +411,8 @@ TEST(Delta, WeightsGoIntoFusedSlicedAndTransposedTensors) {
     const std::vector<Bytes> was = {trainer.Weights(0), trainer.Weights(1), trainer.Weights(2)};
     std::vector<uint16_t> fused(2 * kRows * kColumns / 2), turned(kRows * kColumns);
     const int64_t half = kColumns / 2;
-    std::vector<tx_delta_piece> pieces;  // q and k: their second half of columns, one above the other; t: transposed
+    std::vector<tx_delta_piece>
+        pieces;  // q and k: the second half of their columns, one above the other; t: transposed
     for (int64_t p = 0; p < 2; p++) {
       pieces.push_back({p, 0, kRows, half, kColumns, nullptr, 0, 0});
       pieces.push_back({p, half, kRows, half, kColumns, fused.data() + p * kRows * half, half, 1});
@@ -545,8 +547,8 @@ TEST(Delta, APublisherThatCannotIsToldWhy) {
   fails(TX_ERROR_INVALID_ARGUMENT, "args.size");
 }
 
-// Of random weights beside masters, a few of them others, on every instruction set: the blocks that a loop of one
-// weight at a time finds.
+// Random weights with masters, a few of them changed, on every instruction set: the blocks that are marked equal those
+// found by a loop over single weights.
 TEST(Delta, BlocksThatAreNotTheirMastersAreMarked) {
   const Threads threads(3);
   std::mt19937 gen(67);

@@ -1,6 +1,6 @@
-// What a caller's thread may be like: another rounding mode, subnormals flushed, exceptions that trap, a locale with a
-// decimal comma, a small stack, a forked child. Every function gives the same bits and the same words as on a plain
-// thread, and leaves the floating-point mode as it was.
+// The state of the calling thread must not matter: another rounding mode, flushed subnormals, trapping exceptions, a
+// locale with a decimal comma, a small stack, a forked child. Every function has to give the same bits and the same
+// messages as on a plain thread, and leave the floating-point mode unchanged.
 
 #include <fenv.h>
 #include <gtest/gtest.h>
@@ -26,9 +26,9 @@
 
 namespace {
 
-// -- what is asked -------------------------------------------------------------------------------------------------
+// -- the questions ----------------------------------------------------------------------------------------------------
 
-// All bytes of the results, and the words of every refusal.
+// Collects all bytes of the results, and the messages of all errors.
 class Answer {
  public:
   template <typename Value>
@@ -54,7 +54,7 @@ class Answer {
 constexpr int64_t kNumel = 5000;
 
 std::vector<float> Normal(int64_t n, float size, uint32_t seed) {
-  // Whole numbers and powers of two: what the data are does not depend on the mode, either.
+  // Whole numbers times powers of two, so that the data do not depend on the rounding mode.
   std::mt19937 gen(seed);
   std::vector<float> values;
   for (int64_t i = 0; i < n; i++)
@@ -67,7 +67,7 @@ tx_tensor Tensor(std::vector<Value> *values, tx_dtype dtype) {
   return {values->data(), static_cast<int64_t>(values->size()), dtype, 0};
 }
 
-// Halves of weights: the upper 16 bits.
+// The upper 16 bits of fp32 numbers, as bf16 weights.
 std::vector<uint16_t> Upper(const std::vector<float> &values) {
   std::vector<uint16_t> halves;
   for (const float &value : values) {
@@ -78,7 +78,7 @@ std::vector<uint16_t> Upper(const std::vector<float> &values) {
   return halves;
 }
 
-// Everything that tx_adamw writes, of bf16 weights with what is asked for beside them.
+// Everything that tx_adamw writes for bf16 weights, including all optional outputs.
 struct Step {
   explicit Step(tx_dtype moment, bool remainders)
       : moment_dtype(moment),
@@ -356,8 +356,8 @@ void Policy(Answer *answer) {
   answer->Status(tx_scale_update(&scale, 0, &error), error);
 }
 
-// Numbers with all digits of a double, and many of a size: sums of them are rounded, and which is the least depends on
-// that. Made once, on the plain thread.
+// Sizes that use all digits of a double, many of them equal. Their sums are rounded, and the least loaded rank depends
+// on the rounding. Computed once, on the plain thread.
 const std::vector<double> &Sizes() {
   static const std::vector<double> sizes = [] {
     std::vector<double> made;
@@ -385,7 +385,7 @@ bool AreLegal(const tx_muon_group &group) {
   return tx_muon_check_group(&group, nullptr, nullptr) == TX_OK;
 }
 
-// The coefficient of neighbours of which the one is legal and the other is not.
+// The last legal value of ns_a before an illegal one.
 double Edge(tx_muon_group group, double legal, double illegal) {
   while (std::nextafter(legal, illegal) != illegal) {
     group.ns_a = legal + (illegal - legal) / 2;
@@ -405,7 +405,8 @@ void Coefficients(Answer *answer) {
   }
   for (int64_t i = 1; i < 90; i++) {
     answer->Add(tx_muon_operations(64 + 37 * i, 1024, 5, TX_MUON_AUTO, 2, 0));
-    answer->Add(tx_muon_operations(1000003 + i, 10000019, 5, TX_MUON_AUTO, 2, 0));  // of more digits than a double
+    answer->Add(
+        tx_muon_operations(1000003 + i, 10000019, 5, TX_MUON_AUTO, 2, 0));  // the product has more digits than a double
     answer->Add(tx_muon_lr_ratio(i * 7, 13, i & 1));
     answer->Add(tx_muon_panel(i * 61, TX_F32, 1, 0));
     answer->Add(tx_muon_lanes(i * 61, 512, TX_F32, 8));
@@ -421,14 +422,14 @@ void Rates(Answer *answer) {
     answer->Add(tx_compresses(TX_COMPRESSION_AUTO, gbps));
 }
 
-// A link on which messages of `bytes` take just as long as they may: whether one more byte fits depends on how that is
-// rounded.
+// A link on which a message of `bytes` takes exactly the longest allowed time: whether one more byte fits depends on
+// rounding.
 struct Link {
   int64_t world, bytes;
   double gbps;
 };
 
-// Made once, on the plain thread.
+// Computed once, on the plain thread.
 const std::vector<Link> &Links() {
   static const std::vector<Link> links = [] {
     std::vector<Link> made;
@@ -472,8 +473,8 @@ void Cuts(Answer *answer) {
   }
 }
 
-// Numbers that are 0 for who flushes subnormals, and NaN, of which a comparison may be a trap: whether they are legal,
-// and what they lead to.
+// Numbers that become 0 if subnormals are flushed, and NaN, which may trap in a comparison: whether they are legal, and
+// what they give.
 constexpr double kTiny = std::numeric_limits<double>::denorm_min();
 constexpr double kTinies[] = {kTiny, -kTiny, 0x1p-1040, -0x1p-1040, 0.0, std::numeric_limits<double>::quiet_NaN()};
 constexpr float kTinyFloats[] = {0x1p-149f,  -0x1p-149f, 0x1p-130f,
@@ -630,7 +631,7 @@ void PrintTo(const Question &question, std::ostream *out) {
   *out << question.id;
 }
 
-// -- where it is asked ----------------------------------------------------------------------------------------------
+// -- the environments -------------------------------------------------------------------------------------------------
 
 std::string Ask(const Question &question) {
   Answer answer;
@@ -653,12 +654,11 @@ std::string Flushing(const Question &question) {
   return answer;
 }
 
-// Where an operation of numbers is not exact, or has NaN in it, the process gets a signal: so none is in the caller's
-// mode.
+// An inexact operation, or one with a NaN, raises a signal. So the library must not compute in the caller's mode.
 std::string Trapping(const Question &question) {
   constexpr int kAll = FE_INVALID | FE_DIVBYZERO | FE_OVERFLOW | FE_UNDERFLOW | FE_INEXACT;
   feclearexcept(FE_ALL_EXCEPT);
-  if (feenableexcept(kAll) == -1) return Ask(question);  // a processor that cannot (aarch64)
+  if (feenableexcept(kAll) == -1) return Ask(question);  // the processor cannot trap (aarch64)
   const std::string answer = Ask(question);
   EXPECT_EQ(fegetexcept(), kAll);
   fedisableexcept(kAll);
@@ -672,7 +672,7 @@ std::string DecimalComma(const Question &question) {
                               "' && printf 'LC_NUMERIC\\ndecimal_point \",\"\\nthousands_sep \".\"\\ngrouping 3;3\\n"
                               "END LC_NUMERIC\\n' > comma.src && "
                               "(localedef -c -i comma.src ./comma >/dev/null 2>&1; test -e comma/LC_NUMERIC)";
-  if (system(command.c_str()) != 0) return "";  // no localedef
+  if (system(command.c_str()) != 0) return "";  // localedef is not installed
   setenv("LOCPATH", folder.c_str(), 1);
   EXPECT_NE(setlocale(LC_NUMERIC, "comma"), nullptr);
   char number[16];
@@ -685,7 +685,7 @@ std::string DecimalComma(const Question &question) {
   return answer;
 }
 
-// What torch_ext.h says a call takes, and what the question itself does; sanitizers take more.
+// The stack that a call needs according to torch_ext.h, plus what the question needs; sanitizers need more.
 #ifdef TX_SANITIZED
 constexpr size_t kStack = 128 << 10;
 #else
@@ -699,7 +699,7 @@ std::string SmallStack(const Question &question) {
   } job = {&question, ""};
   pthread_attr_t attributes;
   pthread_attr_init(&attributes);
-  // aarch64's threads have 128 KiB at least.
+  // On aarch64 a thread's stack has at least 128 KiB.
   EXPECT_EQ(pthread_attr_setstacksize(&attributes, std::max(kStack, static_cast<size_t>(PTHREAD_STACK_MIN))), 0);
   pthread_t thread;
   EXPECT_EQ(pthread_create(

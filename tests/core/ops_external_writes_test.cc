@@ -1,4 +1,5 @@
-// Noticing writes by others to weights beside masters: tx_master_checksum, and on_external_write of tx_adamw.
+// Writes to weights from outside are noticed if the weights have masters: tx_master_checksum, and on_external_write of
+// tx_adamw.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -24,7 +25,7 @@ int64_t Block(const Combo &c) {
   return c.master == TX_I16 ? TX_CHECKSUM : TX_SAMPLED;
 }
 
-/* A parameter, its checksums and the call that steps it. */
+/* A parameter with its checksums, and the call that steps it. */
 struct Watched {
   Param param;
   Bytes checksums;
@@ -57,7 +58,7 @@ struct Watched {
     args.resynced = {&resynced, 1, TX_I64, 0};
     return tx_adamw(&args, parallel, error);
   }
-  /* Another value of the same sign and about the same size. */
+  /* Flips the lowest bit of weight i: same sign, similar magnitude. */
   void Write(int64_t i) { param.param.data()[2 * i] ^= 1; }
   std::vector<std::vector<uint8_t>> State() const {
     auto state = param.State();
@@ -70,7 +71,7 @@ const int64_t kLengths[] = {0, 1, 2, 31, 33, 64, 129, 1023, 1024, 1025, 2048, 40
 
 class Kinds : public testing::TestWithParam<Combo> {};
 
-/* Each has loops of its own, which look at checksums themselves. */
+/* Each instruction set has loops of its own that check the checksums. */
 void ForEachInstructionSet(const std::function<void()> &test) {
   for (int32_t isa = 0; tx_isa_name(isa); isa++) {
     SCOPED_TRACE(tx_isa_name(isa));
@@ -119,11 +120,12 @@ TEST_P(Kinds, EveryInstructionSetAndEverySplitSeesTheSameChecksums) {
 
 void AWriteBecomesTheMaster(const Combo &combo) {
   const int64_t n = 3 * 4096 + 200, whole = Block(combo);
-  for (int64_t at : {0, 31, 2048 + 7, 2 * 4096 + 5, 3 * 4096 + 3}) { /* in samples; the last in a block's beginning */
+  for (int64_t at : {0, 31, 2048 + 7, 2 * 4096 + 5,
+                     3 * 4096 + 3}) { /* all are sampled; the last one at the beginning of a partial block */
     Watched w(combo, n);
     ASSERT_EQ(w.Step(TX_EXTERNAL_RESYNC), TX_OK);
     w.Write(at);
-    Watched expected = w; /* what the step makes of the weight as its own master */
+    Watched expected = w; /* what the step has to give, starting from the weight as its own master */
     const int64_t block = at / whole * whole, end = std::min(block + whole, n);
     if (combo.master == TX_I16) {
       std::memset(expected.param.master.data() + 2 * block, 0, static_cast<size_t>(2 * (end - block)));
@@ -182,19 +184,20 @@ INSTANTIATE_TEST_SUITE_P(Masters, Kinds,
                                          kStaged),
                          [](const auto &info) { return adamw_call::Name(info.param); });
 
-/* -- what a checksum sees ------------------------------------------------------------------------------------- */
+/* -- what changes a checksum
+ * ------------------------------------------------------------------------------------------ */
 
 TEST(Checksum, EveryWeightBesideRemaindersCounts) {
   Watched w(adamw_call::kRemainder, 2 * 1024 + 77);
   for (int64_t i = 0; i < w.param.n; i++) {
     w.Write(i);
     ASSERT_EQ(w.Look(TX_CHECKSUM_CHECK), i < 2048 ? 1024 : 77) << i;
-    w.Write(i); /* and back */
+    w.Write(i); /* restores the weight */
     ASSERT_EQ(w.Look(TX_CHECKSUM_CHECK), 0) << i;
   }
 }
 
-/* What is done to the weights of whole models: none of it may cancel in a checksum. */
+/* Common changes of whole models: none of them may cancel out in a checksum. */
 TEST(Checksum, SeesWhatIsDoneToWholeTensors) {
   struct Case {
     const char *what;

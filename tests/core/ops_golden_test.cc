@@ -1,6 +1,6 @@
-// The bits that operators write, against a table of checksums: the same on every processor that this library is built
-// for, on each of its instruction sets. Inputs are made of integers, since the C++ library's random numbers come from a
-// logarithm, which is not the same everywhere.
+// Compares checksums of the operators' results with a table: the bits have to be the same on every processor and
+// instruction set that the library is built for. Inputs are generated from integers, because the C++ library's normal
+// distribution uses a logarithm, which differs between platforms.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -26,7 +26,7 @@ using adamw_call::Param;
 
 constexpr int64_t kElements = 5 * TX_BLOCK + 3;
 
-// Of both signs, over eight powers of two, the largest below `size`, a power of two.
+// A number of either sign, spread over eight powers of two, below `size` (a power of two) in magnitude.
 float Number(uint32_t seed, int64_t i, float size) {
   const uint32_t bits = Scramble(seed * 0x9e3779b9u + static_cast<uint32_t>(i));
   const auto fraction = static_cast<float>(static_cast<int32_t>(bits) >> 8) * 0x1p-23f;
@@ -89,7 +89,7 @@ Outputs Norm(const Caller &caller) {
   return {stats.bytes(), norm.bytes(), coefficient.bytes(), found_inf.bytes()};
 }
 
-// Three ranks' gradients on the wire, and their mean.
+// The gradients of three ranks in a wire dtype, and their mean.
 Outputs Reduce(const Caller &caller, tx_dtype wire) {
   std::vector<Wire> chunks;
   std::vector<tx_tensor> data, scales;

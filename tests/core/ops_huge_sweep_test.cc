@@ -1,4 +1,4 @@
-// More than 2^31 elements in one tensor: 8-bit moments and remainders, where the memory for them is free.
+// A tensor with more than 2^31 elements, with 8-bit moments and remainders; skipped if there is not enough free memory.
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 
@@ -32,8 +32,8 @@ int64_t BytesAvailable() {
   return 0;
 }
 
-// Zeros that take memory when they are written, in huge pages: of small ones millions are made, which takes longer than
-// all else here.
+// Zeroed memory that is allocated when it is written, in huge pages: millions of small pages would take longer than the
+// rest of the test.
 struct Zeros {
   void *data;
   size_t bytes;
@@ -41,7 +41,7 @@ struct Zeros {
     void *found = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (found == MAP_FAILED) return;
     data = found;
-    (void)madvise(data, bytes, MADV_HUGEPAGE); /* as well as can be */
+    (void)madvise(data, bytes, MADV_HUGEPAGE); /* on a best-effort basis */
   }
   ~Zeros() {
     if (data) munmap(data, bytes);
@@ -51,7 +51,7 @@ struct Zeros {
   char *at(int64_t byte) { return static_cast<char *>(data) + byte; }
 };
 
-// The streams of 8-bit moments beside remainders (TX_STATES_8BIT) for n elements.
+// The tensors of n elements with 8-bit moments and remainders (TX_STATES_8BIT).
 struct Streams {
   int64_t n;
   Zeros param, grad, exp_avg, exp_avg_sq, master, scales;
@@ -61,7 +61,7 @@ struct Streams {
   bool allocated() const {
     return param.data && grad.data && exp_avg.data && exp_avg_sq.data && master.data && scales.data;
   }
-  // Elements [begin, end) of the logical tensor, of which ours is [start, start + n).
+  // Fills the elements [begin, end) of the logical tensor. This object holds its elements [start, start + n).
   void Fill(int64_t start, int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
       std::minstd_rand random(static_cast<uint32_t>(i % 1000003 + 1));
@@ -93,7 +93,7 @@ struct Streams {
   }
 };
 
-// The last elements, on the far side of 2^31, get what the same elements get as a shard of their own.
+// The last elements, beyond 2^31, have to get the same bits as in a shard of their own.
 TEST(Huge, ElementsBeyond2To31GetTheBitsOfAShard) {
 #ifdef TX_SLOW
   GTEST_SKIP() << "a sanitizer takes more memory and minutes; indices beyond 2^31 were tested by arithmetic alone";
@@ -106,7 +106,7 @@ TEST(Huge, ElementsBeyond2To31GetTheBitsOfAShard) {
   const int64_t cut = kHuge - 4096 - 5, from = cut - cut % 128;
   Streams whole(kHuge), shard(kHuge - from);
   ASSERT_TRUE(whole.allocated() && shard.allocated());
-  whole.Fill(0, 0, 4096); /* what an index that lost its upper bits would meet */
+  whole.Fill(0, 0, 4096); /* an index that lost its upper bits would read these elements */
   whole.Fill(0, from, kHuge);
   shard.Fill(from, from, kHuge);
   ASSERT_EQ(whole.Step(0), TX_OK);
@@ -124,8 +124,8 @@ TEST(Huge, ElementsBeyond2To31GetTheBitsOfAShard) {
   EXPECT_NE(code, 0);
 }
 
-// Every other combination by arithmetic: pieces of huge tensors cover them once, in order of units, and what a piece is
-// handed lies where its first element does.
+// For the other combinations only the arithmetic is tested: the pieces of a huge tensor cover it once, in order, and a
+// piece's pointer is that of its first element.
 struct Pieces {
   int64_t next = 0, count = 0;
   bool in_order = true;

@@ -1,5 +1,5 @@
-// tx_master_encode, _decode and _resync: fp32 masters as 16-bit remainders, and masters beside weights that somebody
-// else wrote.
+// tx_master_encode, _decode and _resync: fp32 masters as 16-bit remainders, and masters of weights that were written
+// from outside.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -78,7 +78,7 @@ TEST(Remainder, G4_EncodeAfterDecodeIsTheIdentityOnPairs) {
   remainders.emplace_back(TX_I16, n);
   params2.emplace_back(TX_BF16, n);
   remainders2.emplace_back(TX_I16, n);
-  ASSERT_EQ(Encode(masters, params, remainders), TX_OK); /* pairs as they are stored */
+  ASSERT_EQ(Encode(masters, params, remainders), TX_OK); /* pairs that encode can produce */
   ASSERT_EQ(Decode(params, remainders, masters), TX_OK);
   ASSERT_EQ(Encode(masters, params2, remainders2), TX_OK);
   EXPECT_EQ(params2[0].bytes(), params[0].bytes());
@@ -121,7 +121,7 @@ struct Row {
 };
 const std::vector<Row> kRows = {{TX_BF16, TX_F32}, {TX_F16, TX_F32}, {TX_BF16, TX_I16}};
 
-// One resync; returns what it counted on top of 100.
+// Runs one resync; returns by how much it increased the count of 100.
 int64_t Resync(Array &param, Array &master, int32_t force, const tx_parallel *parallel = nullptr) {
   Counts changed({100});
   const tx_tensor p = param.tensor(), m = master.tensor();
@@ -137,7 +137,7 @@ class EveryFp32Master : public testing::TestWithParam<tx_dtype> {};
 TEST_P(EveryFp32Master, D4_MastersThatRoundToTheirWeightsStay) {
   for (int64_t n : kSizes) {
     Array master(TX_F32, n), param(GetParam(), n);
-    master.FillBytes(static_cast<uint32_t>(n)); /* NaN, Inf and subnormals too */
+    master.FillBytes(static_cast<uint32_t>(n)); /* includes NaN, Inf and subnormals */
     for (int64_t i = 0; i < n; i++)
       param.Set(i, master.Get(i));
     const auto before = master.raw();
@@ -146,7 +146,7 @@ TEST_P(EveryFp32Master, D4_MastersThatRoundToTheirWeightsStay) {
   }
 }
 
-// D2, D6, D7: a weight that was written becomes its master, and only there.
+// D2, D6, D7: the master of a weight that was written becomes that weight; other masters are kept.
 TEST_P(EveryFp32Master, D7_AMasterFollowsAWeightThatWasWritten) {
   for (int64_t n : {1, 127, 128, 129, 1025, 40000}) {
     Array master(TX_F32, n), param(GetParam(), n);
@@ -170,7 +170,7 @@ TEST_P(EveryFp32Master, D7_AMasterFollowsAWeightThatWasWritten) {
   }
 }
 
-// D3, D5: forced, every master is its weight.
+// D3, D5: with force, every master becomes its weight.
 TEST_P(EveryFp32Master, D3_ForcedEveryMasterIsItsWeight) {
   const int64_t n = 2000;
   Array master(TX_F32, n), param(GetParam(), n);
@@ -208,7 +208,7 @@ TEST_P(EveryFp32Master, ZerosAreEqualAndNansAre) {
   }
 }
 
-// NaN equals NaN whatever the sign and payload, in 16 bits as in 32; the smallest NaN is next to Inf.
+// Any NaN equals any other NaN, in 16 bits and in 32, whatever their sign and payload; the smallest NaN is next to Inf.
 TEST_P(EveryFp32Master, AnyNanWeightIsThatOfAnyNanMaster) {
   const uint16_t infinity = GetParam() == TX_BF16 ? 0x7f80 : 0x7c00;
   for (int code : {infinity + 1, 0x7fff, 0x8001 + infinity, 0xffff}) {
@@ -256,7 +256,7 @@ TEST(Resync, CountsPerTensorAndPassesOverWhatHasNoMaster) {
   ASSERT_EQ(tx_master_resync(4, params, masters, 0, changed.tensor(), threads.parallel(), nullptr), TX_OK);
   EXPECT_EQ(changed.raw(), Counts({1, 10, 22, 30}).raw());
   m0.Set(0, 1.0f);
-  ASSERT_EQ(tx_master_resync(4, params, masters, 0, None(), threads.parallel(), nullptr), TX_OK); /* not counted */
+  ASSERT_EQ(tx_master_resync(4, params, masters, 0, None(), threads.parallel(), nullptr), TX_OK); /* without counting */
   EXPECT_EQ(m0.Get(0), 0.0f);
   EXPECT_EQ(tx_master_resync(0, nullptr, nullptr, 0, None(), nullptr, nullptr), TX_OK);
 }

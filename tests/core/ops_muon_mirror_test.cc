@@ -1,4 +1,4 @@
-// The other side of a symmetric matrix's diagonal (tx_muon_mirror).
+// tx_muon_mirror: copies one side of a symmetric matrix's diagonal to the other.
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -16,7 +16,7 @@ TEST(Mirror, MovesWhatIsBelowThePanels) {
   for (int program = 0; program < 60; program++) {
     const int64_t n = 1 + random() % 300, panel = 1 + random() % 320;
     const bool wide = program % 2;
-    const size_t size = wide ? 4 : 2, first = program % 3;  // elements lie at any address
+    const size_t size = wide ? 4 : 2, first = program % 3;  // elements may start at any address
     std::vector<uint8_t> before(first + static_cast<size_t>(n * n) * size), memory;
     for (uint8_t &byte : before)
       byte = static_cast<uint8_t>(random());

@@ -1,4 +1,4 @@
-// tx_muon_momentum and tx_muon_update, against arithmetic in double that shares nothing with csrc/math.
+// tx_muon_momentum and tx_muon_update, compared with arithmetic in double that is independent of csrc/math.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -40,7 +40,7 @@ double Get(tx_dtype dtype, const uint8_t *data, int64_t i) {
   return single;
 }
 
-// Memory that begins at a cache line: the loops may store past the caches there.
+// An allocator that aligns to a cache line: at such addresses the loops may use non-temporal stores.
 template <typename T>
 struct AtLine : std::allocator<T> {
   template <typename U>
@@ -51,7 +51,7 @@ struct AtLine : std::allocator<T> {
   void deallocate(T *at, size_t) { ::operator delete (at, std::align_val_t{64}); }
 };
 
-// A list of tensors with memory of their own.
+// A list of tensors that owns their memory.
 struct List {
   std::vector<std::vector<uint8_t, AtLine<uint8_t>>> memory;
   std::vector<tx_tensor> tensors;
@@ -65,7 +65,7 @@ struct List {
       tensors[i].data = memory[i].data();
     return tensors.data();
   }
-  // The bytes of the first tensors, as many as there are sizes in kNumels.
+  // Appends the bytes of the tensors with the sizes of kNumels, without those of AddMore.
   void AppendTo(Outputs *found) const {
     for (size_t t = 0; t < std::min(memory.size(), std::size(kNumels)); t++)
       found->emplace_back(memory[t].begin(), memory[t].end());
@@ -91,7 +91,7 @@ struct List {
   }
 };
 
-// Matrices that begin anywhere, in blocks and tiles too.
+// Matrices that start anywhere, also inside blocks and tiles.
 std::vector<tx_muon_part> Parts() {
   std::vector<tx_muon_part> parts;
   int64_t tensor = 0;
@@ -109,7 +109,7 @@ int64_t EndOf(const std::vector<tx_muon_part> &parts, size_t part) {
   return part + 1 < parts.size() && parts[part + 1].tensor == tensor ? parts[part + 1].begin : kNumels[tensor];
 }
 
-// What the works of a call become, in order.
+// A call of tx_muon_momentum, and all its tensors.
 struct Momentum {
   List grads, momentums, scales, works, steps;
   tx_muon_momentum_args args = TX_MUON_MOMENTUM_ARGS_INIT;
@@ -124,7 +124,7 @@ struct Momentum {
     }
     grads.Fill(1, 1e-2);
   }
-  // So much behind the others that what the call writes is not left in the caches.
+  // Adds another tensor, so large that the call's results do not fit into the caches.
   void AddMore() {
     for (List *list : {&grads, &momentums, &works})
       list->Add(list->tensors[0].dtype, TX_STEP_CACHED);
@@ -140,7 +140,7 @@ struct Momentum {
     args.steps = steps.Tensors();
     return &args;
   }
-  // Two steps, and everything that they wrote.
+  // Runs two steps; returns everything they wrote.
   Outputs Run(const Caller &call) {
     Outputs found;
     for (int step = 0; step < 2; step++) {
@@ -189,7 +189,7 @@ TEST_P(EveryForm, MomentumHasTheSameBitsPastTheCaches) {
 }
 INSTANTIATE_TEST_SUITE_P(Muon, EveryForm, testing::ValuesIn(kForms));
 
-// torch.optim.Muon's formula, three steps in fp32; every momentum, clip and scale.
+// torch.optim.Muon's formula for three steps in fp32, for several momenta, clip coefficients and scales.
 TEST(Momentum, FollowsTheFloat64Oracle) {
   for (double momentum : {0.0, 0.3, 0.95, 1.0}) {
     for (int nesterov : {0, 1}) {
@@ -199,7 +199,7 @@ TEST(Momentum, FollowsTheFloat64Oracle) {
       m.args.nesterov = nesterov;
       m.args.clip_coef = {&clip, 1, TX_F32, 0};
       m.args.grad_scale = {&scale, 1, TX_F32, 0};
-      std::vector<std::vector<double>> averages, largest; /* largest: that an element had so far */
+      std::vector<std::vector<double>> averages, largest; /* the largest gradient that an element had so far */
       for (int64_t numel : kNumels) {
         averages.emplace_back(static_cast<size_t>(numel));
         largest.emplace_back(static_cast<size_t>(numel));
@@ -225,8 +225,8 @@ TEST(Momentum, FollowsTheFloat64Oracle) {
   }
 }
 
-// In 8 bits the average of 1000 gradients that are mostly noise, dithered, stays near the one in double; e4m3 is at 12
-// %.
+// In 8 bits (e3m4, dithered), the average of 1000 gradients that are mostly noise stays close to the average in double.
+// With e4m3 the error would be 12 %.
 TEST(Momentum, EightBitsKeepTheDirection) {
   Momentum m(TX_F32, TX_U8, TX_F32);
   const size_t t = 4;
@@ -269,7 +269,7 @@ TEST(Momentum, NoFiniteGradientMakesAStateNonFinite) {
   }
 }
 
-// Also where loops take whole tiles as if there were none: every element of a non-finite gradient is met.
+// Loops that process whole tiles at once must not miss a non-finite gradient at any position.
 TEST(Momentum, NonFiniteGradientsAreNonFiniteResultsAndOthersAreTheirs) {
   for (double wrong : {std::numeric_limits<double>::infinity(), std::nan("")}) {
     for (int64_t at : {int64_t{0}, int64_t{31}, int64_t{3000}, int64_t{4999}}) {
@@ -291,7 +291,7 @@ TEST(Momentum, NonFiniteGradientsAreNonFiniteResultsAndOthersAreTheirs) {
   }
 }
 
-// A momentum that somebody loaded, next to what fp32 holds, beside elements whose size is nothing.
+// A loaded momentum near fp32's largest number, next to tiny elements.
 TEST(Momentum, LargeStatesStayWhatTheyAre) {
   Momentum wide(TX_BF16, TX_F32, TX_BF16), narrow(TX_BF16, TX_BF16, TX_BF16);
   for (int64_t i = 0; i < 5000; i++) {
@@ -340,7 +340,7 @@ struct Update {
                                  {nullptr, 0, TX_NONE, 0}, nullptr, nullptr),
               TX_OK);
   }
-  // See Momentum.
+  // See Momentum::AddMore.
   void AddMore() {
     parts.push_back({static_cast<int64_t>(params.tensors.size()), 0});
     rates.push_back(rates[0]);
@@ -374,7 +374,7 @@ struct Update {
     std::memcpy(&remainder, masters.memory[t].data() + 2 * i, 2);
     return tx_remainder_decode(weight, remainder);
   }
-  // Asks for all that a step leaves behind; averages in bf16 with 8 bits more, or in fp32.
+  // Requests all optional outputs of a step. ema: the averages' dtype; bf16 averages get 8 additional bits.
   void Ask(tx_dtype ema) {
     for (int64_t numel : kNumels) {
       changed.Add(TX_U8, (numel + 7) / 8);
@@ -386,7 +386,7 @@ struct Update {
     }
     args.ema_decay = 0.75;
   }
-  const tx_muon_update_args *Asking() {
+  const tx_muon_update_args *ArgsWithOutputs() {
     Args();
     args.changed = changed.Tensors();
     args.moved = moved.Tensors();
@@ -419,7 +419,7 @@ TEST_P(EveryWeight, UpdateHasTheSameBitsEverywhere) {
     for (int step = 0; step < 2; step++) {
       u.Args();
       call([&](const tx_parallel *parallel, tx_error *error) { return tx_muon_update(&u.args, parallel, error); });
-      if (GetParam().master != TX_NONE && step == 0) u.params.Put(4, 40, 7.0); /* somebody else writes */
+      if (GetParam().master != TX_NONE && step == 0) u.params.Put(4, 40, 7.0); /* a write from outside */
     }
     return u.Written();
   });
@@ -439,8 +439,8 @@ TEST_P(EveryWeight, UpdateHasTheSameBitsPastTheCaches) {
   EXPECT_TRUE(found[0] == found[1]);
 }
 
-// Two ulp of fp32 at the largest of the weight, the update and their difference; of a weight in 16 bits without a
-// master less than one of its own.
+// Error bounds: two ulp of fp32 at the largest of weight, update and difference; for a 16-bit weight without a master
+// one ulp of its own format.
 TEST_P(EveryWeight, UpdateFollowsTheFloat64Oracle) {
   Update u(GetParam().param, GetParam().master, GetParam().update);
   const Update before = u;
@@ -464,7 +464,7 @@ TEST_P(EveryWeight, UpdateFollowsTheFloat64Oracle) {
   RecordProperty("worst_ulp", std::to_string(worst));
 }
 
-// Beside a master the weight is its nearest-even rounding.
+// A weight with an fp32 master is the master rounded to nearest even.
 TEST_P(EveryWeight, WeightIsItsMasterRounded) {
   if (GetParam().master != TX_F32) GTEST_SKIP() << "no fp32 master";
   Update u(GetParam().param, GetParam().master, GetParam().update);
@@ -489,7 +489,7 @@ TEST_P(EveryWeight, AWriteOfSomebodyElseIsWhatTheWeightIs) {
   as_it_was.args.on_external_write = TX_EXTERNAL_CHECK;
   EXPECT_EQ(tx_muon_update(as_it_was.Args(), nullptr, &error), TX_OK) << error.message;
   EXPECT_TRUE(as_it_was.Written() == u.Written()) << "a check steps nothing";
-  u.params.Put(2, 3, 7.0); /* in the sample beside fp32 masters, too */
+  u.params.Put(2, 3, 7.0); /* the sample of weights with fp32 masters also contains this element */
   Update checked = u;
   checked.args.on_external_write = TX_EXTERNAL_CHECK;
   EXPECT_EQ(tx_muon_update(checked.Args(), nullptr, &error), TX_ERROR_BAD_STATE);
@@ -511,16 +511,17 @@ TEST_P(EveryWeight, WhatItLeavesBehindHasTheSameBitsEverywhere) {
       Update u(GetParam().param, GetParam().master, GetParam().update);
       u.Ask(ema);
       for (int step = 0; step < 3; step++) {
-        u.Asking();
+        u.ArgsWithOutputs();
         call([&](const tx_parallel *parallel, tx_error *error) { return tx_muon_update(&u.args, parallel, error); });
-        if (GetParam().master != TX_NONE && step == 1) u.params.Put(4, 40, 7.0); /* somebody else writes */
+        if (GetParam().master != TX_NONE && step == 1) u.params.Put(4, 40, 7.0); /* a write from outside */
       }
       return u.Written();
     });
   }
 }
 
-// Against weights and masters before and after, and the weights are those of a step that nobody asks anything.
+// Compared with weights and masters before and after the step. The weights have to be those of a step without optional
+// outputs.
 TEST_P(EveryWeight, WhatItLeavesBehindIsWhatHappened) {
   if (GetParam().master == TX_NONE && GetParam().param != TX_F32) GTEST_SKIP() << "no average of these";
   Update u(GetParam().param, GetParam().master, GetParam().update);
@@ -534,7 +535,7 @@ TEST_P(EveryWeight, WhatItLeavesBehindIsWhatHappened) {
       for (auto &memory : list->memory)
         std::fill(memory.begin(), memory.end(), uint8_t{0});
     const Update before = u;
-    ASSERT_EQ(tx_muon_update(u.Asking(), nullptr, nullptr), TX_OK);
+    ASSERT_EQ(tx_muon_update(u.ArgsWithOutputs(), nullptr, nullptr), TX_OK);
     ASSERT_EQ(tx_muon_update(plain.Args(), nullptr, nullptr), TX_OK);
     EXPECT_TRUE(u.params.memory == plain.params.memory);
     EXPECT_TRUE(u.masters.memory == plain.masters.memory);
@@ -570,10 +571,10 @@ TEST_P(EveryWeight, BlocksThatSomebodyWroteWentAnywhere) {
   if (GetParam().master == TX_NONE) GTEST_SKIP() << "no master";
   Update u(GetParam().param, GetParam().master, GetParam().update);
   u.Ask(TX_F32);
-  ASSERT_EQ(tx_muon_update(u.Asking(), nullptr, nullptr), TX_OK);
+  ASSERT_EQ(tx_muon_update(u.ArgsWithOutputs(), nullptr, nullptr), TX_OK);
   EXPECT_TRUE(std::isfinite(u.moved.At(2, 0)));
   u.params.Put(2, 3, 7.0);
-  ASSERT_EQ(tx_muon_update(u.Asking(), nullptr, nullptr), TX_OK);
+  ASSERT_EQ(tx_muon_update(u.ArgsWithOutputs(), nullptr, nullptr), TX_OK);
   EXPECT_TRUE(std::isinf(u.moved.At(2, 0)));
   EXPECT_TRUE(std::isfinite(u.moved.At(4, 0)));
 }
@@ -583,18 +584,18 @@ TEST(Refused, WhatCannotBeLeftBehind) {
   tx_error error = {};
   Update alone(TX_BF16, TX_NONE, TX_F32);
   alone.Ask(TX_F32);
-  ExpectRefused(tx_muon_update(alone.Asking(), nullptr, &error), TX_ERROR_DTYPE, error, "emas[0]");
+  ExpectRefused(tx_muon_update(alone.ArgsWithOutputs(), nullptr, &error), TX_ERROR_DTYPE, error, "emas[0]");
   Update decay(TX_F32, TX_NONE, TX_F32);
   decay.Ask(TX_F32);
   decay.args.ema_decay = 1.0;
-  ExpectRefused(tx_muon_update(decay.Asking(), nullptr, &error), TX_ERROR_ILLEGAL_VALUE, error, "ema_decay");
+  ExpectRefused(tx_muon_update(decay.ArgsWithOutputs(), nullptr, &error), TX_ERROR_ILLEGAL_VALUE, error, "ema_decay");
   Update few(TX_F32, TX_NONE, TX_F32);
   few.Ask(TX_F32);
   few.changed.tensors[2].numel--;
-  ExpectRefused(tx_muon_update(few.Asking(), nullptr, &error), TX_ERROR_SHAPE, error, "changed[2]");
+  ExpectRefused(tx_muon_update(few.ArgsWithOutputs(), nullptr, &error), TX_ERROR_SHAPE, error, "changed[2]");
 }
 
-// -- what is refused --------------------------------------------------------------------------------------------------
+// -- illegal arguments ------------------------------------------------------------------------------------------------
 
 TEST(Refused, PartsThatAreNoMatrices) {
   const std::vector<std::vector<tx_muon_part>> wrong = {
@@ -621,7 +622,7 @@ TEST(Refused, NumbersAndDtypes) {
   const struct {
     tx_status status;
     const char *word;
-    std::function<void(Momentum *)> change; /* of valid arguments, whose pointers are made before */
+    std::function<void(Momentum *)> change; /* changes legal arguments, after the pointers were set */
   } momenta[] = {
       {TX_ERROR_INVALID_ARGUMENT, "args.size", [](Momentum *m) { m->args.size = 8; }},
       {TX_ERROR_ILLEGAL_VALUE, "nesterov is 2", [](Momentum *m) { m->args.nesterov = 2; }},

@@ -1,6 +1,6 @@
-// Each request of an operator for memory is refused once: the call fails with TX_ERROR_OUT_OF_MEMORY, and no byte is
-// changed. tests/package/test_out_of_memory_tables.py sees that every public function that may allocate is in the table
-// here or in one of its kind.
+// Lets each memory request of each operator fail once: the call has to return TX_ERROR_OUT_OF_MEMORY and change no
+// byte. tests/package/test_out_of_memory_tables.py checks that every public function that may allocate is in this table
+// or in that of another *_out_of_memory_test.cc.
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -24,8 +24,8 @@ using refuse_memory::Attempt;
 constexpr int64_t kNumel = 40000;
 constexpr int64_t kBlocks = (kNumel + 127) / 128;
 
-// Parameters beside fp32 masters and beside remainders, each with its checksums, to all of which somebody has written;
-// and room for whatever else a call takes: all that a call may change.
+// Everything that a call may change: a parameter with an fp32 master and one with a remainder, both with checksums and
+// with weights that were written from outside; and memory for other tensors.
 struct Model {
   Param bf16{adamw_call::kBf16, kNumel}, remainder{adamw_call::kRemainder, kNumel};
   Bytes checksums[2] = {Bytes(10 * 8), Bytes(40 * 8)};
@@ -175,7 +175,7 @@ tx_status MuonMomentum(Model &model, Attempt &attempt) {
   return attempt([&](const tx_parallel *parallel) { return tx_muon_momentum(&args, parallel, nullptr); });
 }
 
-// Beside fp32 masters and beside remainders, to all of which somebody has written.
+// The update of both parameters of the model.
 tx_status MuonUpdate(Model &model, int32_t on_external_write, Attempt &attempt) {
   const tx_tensor params[] = {T(model.bf16.param, TX_BF16), T(model.remainder.param, TX_BF16)};
   const tx_tensor masters[] = {T(model.bf16.master, TX_F32), T(model.remainder.master, TX_I16)};

@@ -1,4 +1,5 @@
-// tx_parallel_work_run: every element exactly once, in pieces on block edges, whatever the tensors and threads.
+// tx_parallel_work_run: visits every element exactly once, in pieces that start at block edges, for any tensors and
+// number of threads.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -62,7 +63,7 @@ void Piece(void *ctx, void *local, int64_t tensor, int64_t begin, int64_t count)
   if (count <= 0 || begin + count > numel || (count % seen.alignment != 0 && begin + count != numel)) seen.bad_count++;
   if (mine.magic != 0 && mine.magic != 0x5eed) seen.dirty_local++;
   if (mine.magic == 0 && mine.elements != 0) seen.dirty_local++;
-  volatile float tiny = 1e-38f; /* half of it is subnormal: lost in flush mode */
+  volatile float tiny = 1e-38f; /* half of it is subnormal, and would be 0 in flush mode */
   if (tiny * 0.5f == 0.0f) seen.bad_mode++;
   mine.magic = 0x5eed;
   mine.elements += count;
@@ -108,7 +109,7 @@ INSTANTIATE_TEST_SUITE_P(Shapes, EveryShape,
                                   std::to_string(std::get<2>(info.param));
                          });
 
-// One region, tasks bounded by the work: tiny calls must not wake threads that have nothing to do.
+// A call uses one parallel region with no more tasks than units of work, so that small calls wake no idle threads.
 TEST(Work, RunsOneRegionWithNoMoreTasksThanUnits) {
   struct Regions {
     int64_t calls = 0, tasks = 0;
@@ -132,8 +133,8 @@ TEST(Work, RunsOneRegionWithNoMoreTasksThanUnits) {
   }
 }
 
-// Long units first, and short ones at the end: none is more than a quarter of a thread's part of what was left.
-// But one thread has nobody to leave any to.
+// Units start long and get shorter: none is longer than a quarter of a thread's share of the remaining work, so that no
+// thread is left waiting at the end. A single thread has no such limit.
 TEST(Work, UnitsAreLongButLeaveWorkForEveryThread) {
   struct Lengths {
     std::vector<int64_t> at;

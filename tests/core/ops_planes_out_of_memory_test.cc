@@ -1,5 +1,5 @@
-// Each request of the functions of planes for memory is refused once: the call fails with TX_ERROR_OUT_OF_MEMORY, and
-// no byte is changed.
+// Lets each memory request of the planes functions fail once: the call has to return TX_ERROR_OUT_OF_MEMORY and change
+// no byte.
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -21,7 +21,7 @@ struct Buffers {
   std::vector<uint8_t> message;
   int64_t bytes = 0;
 
-  // Values whose exponents are near each other, so that each way of storing a plane is there; and their message.
+  // Values with similar exponents, so that their message uses every encoding of a plane.
   Buffers() : values(kNumel), message(static_cast<size_t>(tx_planes_bound(TX_BF16, kNumel))) {
     for (size_t i = 0; i < values.size(); i++)
       values[i] = static_cast<uint16_t>(0x3f80 + i * 7919 % 512);
@@ -30,8 +30,8 @@ struct Buffers {
   tx_tensor Values(int64_t begin = 0, int64_t numel = kNumel) { return {values.data() + begin, numel, TX_BF16, 0}; }
   tx_tensor Message() { return {message.data(), static_cast<int64_t>(message.size()), TX_U8, 0}; }
 
-  // Something else, where a call is going to write.
-  void Soil() {
+  // Overwrites the memory that calls write, so that the results are visible.
+  void FillWithGarbage() {
     std::memset(values.data(), 0x5a, 2 * values.size());
     bytes = -7;
   }
@@ -58,7 +58,7 @@ class Planes : public testing::TestWithParam<Function> {};
 
 TEST_P(Planes, ChangeNothingWhereMemoryIsRefused) {
   Buffers before;
-  before.Soil();
+  before.FillWithGarbage();
   int64_t refused = 0;
   for (int64_t failing = 0;; failing++) {
     ASSERT_LT(failing, 20) << "it never ends, or allocates in its loop";

@@ -31,7 +31,7 @@ class Isas : public ::testing::Test {
   void TearDown() override { tx_isa_select(nullptr, nullptr); }
 };
 
-// Contents, by their bytes: each fills n values of a width.
+// Fills n values of the given width with one kind of content.
 using Fill = std::function<void(std::mt19937 &, int64_t, int64_t, uint8_t *)>;
 
 void Words(int64_t n, int64_t width, uint8_t *to, const std::function<uint32_t()> &word) {
@@ -191,14 +191,14 @@ TEST_F(Isas, DamageIsFoundAndNamed) {
     ASSERT_EQ(Decode(message, TX_BF16, 0, n, &back, &why), TX_ERROR_BAD_STATE);
     ASSERT_NE(why.find("truncated"), std::string::npos) << why;
   }
-  Bytes message = whole, back; /* a block that is not wanted may be damaged */
+  Bytes message = whole, back; /* damage in a block that is not read does not matter */
   message[static_cast<size_t>(second) + 9] ^= 1;
   EXPECT_EQ(Decode(message, TX_BF16, 5, 1000, &back), TX_OK);
   EXPECT_EQ(tx_planes_check(Tensor(message), 0, 1, nullptr), TX_OK);
   EXPECT_EQ(tx_planes_check(Tensor(message), 0, 2, nullptr), TX_ERROR_BAD_STATE);
 }
 
-// Blocks whose checksums are right and whose content is anything.
+// Blocks with arbitrary contents and a correct checksum.
 TEST_F(Isas, BlocksOfAnyContentAreRefusedOrAreValues) {
   const int64_t n = 3000;
   const Bytes whole = Encoded(Made(kContents.at("trained"), n, 2), TX_BF16);

@@ -1,4 +1,5 @@
-// tx_adamw_offloaded: the bits of tx_adamw, whatever lies between, and what happens when a copy fails.
+// tx_adamw_offloaded: gives the bits of tx_adamw for any batch size, number of slots and copies; and the errors if a
+// copy fails.
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -18,7 +19,7 @@ namespace {
 
 using namespace adamw_call;
 
-// Parameters with checksums beside their masters, and a step of them.
+// Parameters, the checksums of their masters, and a step of all of them.
 struct Model {
   std::deque<Param> params;
   std::deque<std::vector<uint64_t>> checksums;
@@ -67,7 +68,7 @@ struct Model {
   }
 };
 
-// Sizes around batches, small ones that share one, none.
+// Sizes around the batch size, small tensors that share a batch, and an empty one.
 void AddAll(Model *model, const std::vector<Combo> &combos) {
   int i = 0;
   for (const int64_t n : {3, 4096, 0, 1, 9001, 127, 129, 70000, 4095, 1024, 300}) {
@@ -80,7 +81,7 @@ void AddAll(Model *model, const std::vector<Combo> &combos) {
 
 const std::vector<Combo> kAll = {kF32, kBf16, kRemainder, kBlocks};
 
-// Memory of exactly the bytes that are needed: AddressSanitizer sees what is beyond.
+// Staging memory of exactly the required size, so that AddressSanitizer finds any access beyond it.
 struct Staged {
   tx_staging staging = TX_STAGING_INIT;
   std::unique_ptr<uint8_t[]> memory;
@@ -135,7 +136,7 @@ INSTANTIATE_TEST_SUITE_P(Ways, EveryWay,
 TEST(Staged, GradientsComeDownAndWeightsOnlyWhereTheyAreMasters) {
   struct Case {
     Combo combo;
-    int64_t down, up;  // bytes of an element
+    int64_t down, up;  // bytes per element copied in each direction
   };
   for (const Case &c : {Case{kF32, 8, 4}, {kBf16, 2, 2}, {kRemainder, 4, 2}, {kBlocks, 4, 2}}) {
     Model model;
@@ -150,7 +151,7 @@ TEST(Staged, GradientsComeDownAndWeightsOnlyWhereTheyAreMasters) {
   }
 }
 
-// A slot has room for the gradients and weights that there are, and no more.
+// A slot has space for exactly the gradients and weights that it stages.
 TEST(Staged, GradientsMayBeWiderOrNarrowerThanWeights) {
   for (const Combo &c :
        {Combo{TX_BF16, TX_F32, TX_F32, TX_BF16, TX_BF16}, {TX_F32, TX_NONE, TX_BF16, TX_F32, TX_F32}}) {
@@ -183,7 +184,7 @@ TEST(Staged, SmallTensorsShareABatch) {
   for (int i = 0; i < 1000; i++)
     model.Add(kF32, 64, false);
   const Staged staged(16384, 2, 1, nullptr);
-  for (const bool watched : {true, false}) {  // units are of whole samples where there are checksums
+  for (const bool watched : {true, false}) {  // with checksums, units consist of whole samples
     LateCopies copy_ops;
     model.Args();
     model.call.args.checksums = watched ? model.seen.data() : nullptr;
@@ -212,7 +213,8 @@ TEST(Staged, G2_ASkippedStepCopiesNothing) {
   EXPECT_EQ(model.skipped, 1);
 }
 
-// Beside a remainder a write is noticed on its way; a sample beside an fp32 master is not looked at, only renewed.
+// If there are remainders, a write is noticed while the weights are staged. Samples of weights with fp32 masters are
+// not checked, only renewed.
 TEST(Staged, WritesBesideRemaindersAreNoticed) {
   for (const Combo &c : {kRemainder, kBlocks, kBf16}) {
     Model here, there;

@@ -1,4 +1,4 @@
-// tx_grad_stats and tx_grad_norm: an exact, order-free norm, and what counts as non-finite.
+// tx_grad_stats and tx_grad_norm: an exact norm that depends on no order, and the count of non-finite elements.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -29,7 +29,7 @@ std::vector<tx_tensor> Tensors(std::vector<Array> &arrays) {
   return tensors;
 }
 
-// stats of the tensors, and first_bad.
+// The bytes of stats, and first_bad.
 std::pair<std::vector<uint8_t>, int64_t> Stats(const std::vector<tx_tensor> &grads,
                                                const tx_parallel *parallel = nullptr) {
   Counts stats = NoStats(), first_bad({INT64_MAX});
@@ -64,7 +64,7 @@ double NormOf(const std::vector<tx_tensor> &grads) {
 
 class EveryPlain : public testing::TestWithParam<tx_dtype> {};
 
-// The sum against long double: a block's tree has seven roundings, the sum over blocks none.
+// Compared with long double: a block's tree of sums has seven roundings, the sum over blocks none.
 TEST_P(EveryPlain, IsTheNormWithin1e15) {
   for (int64_t n : kSizes) {
     for (int64_t misalign : {0, 1}) {
@@ -80,7 +80,8 @@ TEST_P(EveryPlain, IsTheNormWithin1e15) {
   }
 }
 
-// Blocks are counted from the tensor's start, each summed by csrc/math/reduce.h's tree: what other back ends repeat.
+// Blocks start at the tensor's start, and each is summed by the tree of csrc/math/reduce.h. Other back ends have to do
+// the same.
 TEST_P(EveryPlain, LimbsAreThoseOfItsBlocks) {
   Array grad(GetParam(), 1000);
   grad.Fill(3);
@@ -145,7 +146,7 @@ TEST(GradStats, BitsAreTheSameEverywhere) {
       for (int64_t n : kSizes)
         arrays.emplace_back(Array(dtype, n).Fill(static_cast<uint32_t>(n)));
       arrays.emplace_back(Array(dtype, 50000).Fill(9, 1e-3f));
-      arrays.emplace_back(Array(dtype, 700).FillBytes(5)); /* NaN, Inf and subnormals */
+      arrays.emplace_back(Array(dtype, 700).FillBytes(5)); /* includes NaN, Inf and subnormals */
     }
     Counts stats = NoStats(), first_bad({INT64_MAX});
     const std::vector<tx_tensor> grads = Tensors(arrays);
@@ -163,7 +164,7 @@ TEST(GradStats, BitsAreTheSameEverywhere) {
   });
 }
 
-// Gradients of a loss that was multiplied by a negative number are as large as those of the positive one.
+// The gradients of a loss that was multiplied by a negative scale have the same norm.
 TEST(GradStats, TheSignOfTheLossScaleIsInNoNorm) {
   Array grad(TX_F32, {3.0f, 4.0f}), norm(TX_F32, 1), coef(TX_F32, 1), found_inf(TX_F32, 1);
   Counts stats = NoStats();
@@ -216,7 +217,8 @@ TEST(GradStats, CallsAddUpAndRanksMayAddTheirLimbs) {
   for (int64_t i = 0; i < TX_STATS_LEN; i++)
     all_reduced.SetWord(i, rank0[i] + rank1[i]);
   const tx_tensor grad = None();
-  ASSERT_EQ(tx_grad_stats(1, &grad, all_reduced.tensor(), None(), nullptr, nullptr), TX_OK); /* only carries */
+  ASSERT_EQ(tx_grad_stats(1, &grad, all_reduced.tensor(), None(), nullptr, nullptr),
+            TX_OK); /* only propagates carries */
   EXPECT_EQ(all_reduced.bytes(), together);
 }
 
@@ -275,7 +277,7 @@ TEST(GradNorm, G2_ClipsAndFindsInf) {
   struct Case {
     const char *name;
     Array *grad;
-    float scale; /* 0: none given */
+    float scale; /* 0: no grad_scale */
     double max_norm, norm, coef;
     float found_inf;
   };
@@ -310,7 +312,7 @@ TEST(GradNorm, TakesLimbsAsAnAllReduceLeavesThem) {
   ASSERT_EQ(tx_grad_stats(1, &tensor, stats.tensor(), None(), nullptr, nullptr), TX_OK);
   Counts times_9 = stats;
   for (int64_t i = 0; i < TX_NORM_LIMBS; i++)
-    times_9.SetWord(i, 9 * stats[i]); /* nine ranks, not carried */
+    times_9.SetWord(i, 9 * stats[i]); /* sums of nine ranks, without carries */
   EXPECT_DOUBLE_EQ(Norm(times_9), 3 * Norm(stats));
 }
 

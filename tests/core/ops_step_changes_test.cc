@@ -1,4 +1,5 @@
-// What tx_adamw says of the weights that it changes: against weights before and after it, in plain C++ and double.
+// What tx_adamw records about the weights that it changes (changed, moved, distances), compared with the weights before
+// and after, in plain C++ and double.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -24,7 +25,7 @@ int64_t Ordered(tx_dtype dtype, const uint8_t *p, int64_t i) {
   return bits < sign ? bits : sign - 1 - bits; /* -0 is one below 0 */
 }
 
-/* The master of each weight, as a number. */
+/* The master of each weight, as a double. */
 std::vector<double> Masters(Param &p) {
   std::vector<double> found;
   for (int64_t i = 0; i < p.n; i++)
@@ -32,12 +33,12 @@ std::vector<double> Masters(Param &p) {
   return found;
 }
 
-/* A parameter and what its steps leave behind, and what they should. */
+/* A parameter, what its steps record, and what they should record. */
 struct Traced {
   Param p;
   Bytes changed, moved, distance, checksums;
   std::vector<bool> should_change;
-  std::vector<int64_t> should_be_away; /* 8: further than 7 once */
+  std::vector<int64_t> should_be_away; /* 8: was further than 7 once */
   std::vector<double> should_move;
 
   Traced(const Combo &c, int64_t n, int64_t misalign)
@@ -88,7 +89,7 @@ struct Traced {
     for (size_t b = 0; b < should_move.size(); b++) {
       const double bound = Get(TX_BF16, moved.data(), static_cast<int64_t>(b));
       ASSERT_GE(bound, should_move[b]) << b;
-      ASSERT_LE(bound, should_move[b] * (1 + steps / 127.0)) << b; /* an ulp for each addition */
+      ASSERT_LE(bound, should_move[b] * (1 + steps / 127.0)) << b; /* one ulp for each addition */
     }
   }
   std::vector<std::vector<uint8_t>> Left() const {
@@ -134,7 +135,7 @@ TEST_P(EveryRow, ChangesAreNamedOnEveryInstructionSetAndNumberOfThreads) {
   ASSERT_EQ(tx_isa_select(nullptr, nullptr), TX_OK);
 }
 
-// A step that leaves something behind is the step.
+// Recording changes does not change the step.
 TEST_P(EveryRow, StatesAreThoseOfAStepThatNobodyAsks) {
   Traced traced(GetParam(), 40001, 1);
   Param alone(GetParam(), 40001, 1);
@@ -151,7 +152,7 @@ TEST_P(EveryRow, StatesAreThoseOfAStepThatNobodyAsks) {
 }
 
 TEST_P(EveryRow, NumbersThatAreNoneAreNamedAndNotBounded) {
-  if (GetParam().param == TX_F32) return; /* an fp32 NaN keeps whatever bits the processor gave it */
+  if (GetParam().param == TX_F32) return; /* the bits of an fp32 NaN are not promised */
   std::vector<std::vector<uint8_t>> first;
   for (int32_t isa = 0; tx_isa_name(isa); isa++) {
     ASSERT_EQ(tx_isa_select(tx_isa_name(isa), nullptr), TX_OK);
@@ -181,8 +182,8 @@ TEST_P(EveryRow, NumbersThatAreNoneAreNamedAndNotBounded) {
 INSTANTIATE_TEST_SUITE_P(Weights, EveryRow, testing::ValuesIn(Rows()),
                          [](const auto &info) { return Name(info.param); });
 
-// Blocks whose weights somebody else wrote to have no bound: 1024 of them beside remainders, whether the step takes
-// them over or looks away, all of the parameter beside fp32 masters.
+// Blocks with weights that were written from outside have no bound. With remainders those are the 1024 weights of a
+// checksum, whether the step resyncs or ignores the write; with fp32 masters, the whole parameter if the step resyncs.
 TEST(StepChanges, OfWeightsThatOthersWroteNobodyKnowsHowFar) {
   for (const Combo &c : {kRemainder, kBlocks, kBf16}) {
     for (const int32_t external : {TX_EXTERNAL_RESYNC, TX_EXTERNAL_IGNORE}) {
@@ -235,7 +236,7 @@ TEST(StepChanges, OtherLengthsAndDtypesAreRefused) {
   refused(none, moved, "without changed[0]");
 }
 
-// Every bf16 pattern against the two neighbours that the numbers have.
+// Every bf16 pattern, compared with its two neighbours as a number.
 TEST(StepChanges, DistancesAreThoseOfOrderedNumbers) {
   for (uint32_t bits = 0; bits < 0x7f80; bits++) {
     const int32_t here = tx_ordered_16(static_cast<uint16_t>(bits));

@@ -1,4 +1,5 @@
-// The average of masters that tx_adamw keeps: against a reference in plain C++, and against float64 over many steps.
+// The averages of masters that tx_adamw keeps: compared with a reference in plain C++, and with float64 over many
+// steps.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -16,21 +17,21 @@ namespace {
 
 using namespace adamw_call;
 
-enum class Kept { kBf16, k24, kF32 };
+enum class EmaFormat { kBf16, k24, kF32 };
 const char *const kNames[] = {"bf16", "24", "fp32"};
 
 struct Averaged {
   Param p;
-  Kept kept;
+  EmaFormat kept;
   Bytes ema, low;
   double decay = 0.999;
   int64_t every = 1;
 
-  Averaged(const Combo &c, int64_t n, Kept kept, int64_t misalign = 0)
+  Averaged(const Combo &c, int64_t n, EmaFormat kept, int64_t misalign = 0)
       : p(c, n, misalign),
         kept(kept),
-        ema(n * (kept == Kept::kF32 ? 4 : 2), misalign),
-        low(kept == Kept::k24 ? n : 0, misalign) {
+        ema(n * (kept == EmaFormat::kF32 ? 4 : 2), misalign),
+        low(kept == EmaFormat::k24 ? n : 0, misalign) {
     p.Fill(static_cast<uint32_t>(n));
   }
 
@@ -38,14 +39,14 @@ struct Averaged {
     Call call;
     call.group.lr = lr;
     call.Add(p, id);
-    const tx_tensor average = T(ema, kept == Kept::kF32 ? TX_F32 : TX_BF16), lower = T(low, TX_U8);
+    const tx_tensor average = T(ema, kept == EmaFormat::kF32 ? TX_F32 : TX_BF16), lower = T(low, TX_U8);
     tx_adamw_args args = *call.Args();
     args.emas = &average, args.ema_lows = &lower, args.ema_decay = decay, args.ema_every = every;
     return tx_adamw(&args, parallel, error);
   }
   float Master(int64_t i) { return p.Master(i); }
   float Average(int64_t i) {
-    if (kept != Kept::k24) return Get(kept == Kept::kF32 ? TX_F32 : TX_BF16, ema.data(), i);
+    if (kept != EmaFormat::k24) return Get(kept == EmaFormat::kF32 ? TX_F32 : TX_BF16, ema.data(), i);
     uint16_t upper;
     std::memcpy(&upper, ema.data() + 2 * i, 2);
     return tx_f32_from_bits(static_cast<uint32_t>(upper) << 16 | static_cast<uint32_t>(low.data()[i]) << 8);
@@ -62,7 +63,7 @@ std::vector<Combo> Rows() {
   return {kF32, kBf16, kRemainder, kBlocks, {TX_F16, TX_F32, TX_F16, TX_F16, TX_F16}};
 }
 
-class EveryRow : public testing::TestWithParam<std::tuple<Combo, Kept>> {};
+class EveryRow : public testing::TestWithParam<std::tuple<Combo, EmaFormat>> {};
 
 TEST_P(EveryRow, BitsDependOnNoInstructionSetNorThread) {
   const auto [combo, kept] = GetParam();
@@ -81,14 +82,15 @@ TEST_P(EveryRow, BitsDependOnNoInstructionSetNorThread) {
   });
 }
 
-// One update from the state before it: fp32 exactly, the others the neighbour below or above, and up by threshold.
+// One update from the previous state: fp32 exactly; the narrower formats give one of the two neighbours, and the right
+// mean.
 TEST_P(EveryRow, AnAverageGoesTowardsTheMasterByTheShareThatDecayLeaves) {
   const auto [combo, kept] = GetParam();
   Averaged a(combo, 3000, kept);
   ASSERT_EQ(a.Step(1e-1, nullptr, nullptr), TX_OK);
-  const double ulp = kept == Kept::kBf16 ? 0x1p-7 : 0x1p-15;
-  for (int64_t i = 0; i < a.p.n; i++) /* the first is the master */
-    ASSERT_LE(std::fabs(a.Average(i) - a.Master(i)), kept == Kept::kF32 ? 0.0 : ulp * std::fabs(a.Master(i)));
+  const double ulp = kept == EmaFormat::kBf16 ? 0x1p-7 : 0x1p-15;
+  for (int64_t i = 0; i < a.p.n; i++) /* the first average is the master itself */
+    ASSERT_LE(std::fabs(a.Average(i) - a.Master(i)), kept == EmaFormat::kF32 ? 0.0 : ulp * std::fabs(a.Master(i)));
   for (uint32_t step = 0; step < 5; step++) {
     std::vector<float> before;
     for (int64_t i = 0; i < a.p.n; i++)
@@ -99,7 +101,7 @@ TEST_P(EveryRow, AnAverageGoesTowardsTheMasterByTheShareThatDecayLeaves) {
     for (int64_t i = 0; i < a.p.n; i++) {
       const float weight = static_cast<float>(1.0 - a.decay);
       const double want = before[i] + static_cast<double>(weight) * (static_cast<double>(a.Master(i)) - before[i]);
-      if (kept == Kept::kF32) {
+      if (kept == EmaFormat::kF32) {
         ASSERT_EQ(a.Average(i), before[i] + weight * (a.Master(i) - before[i])) << i;
       }
       ASSERT_LE(std::fabs(a.Average(i) - want), ulp * std::fabs(want) * 1.001 + 1e-38) << i;
@@ -107,19 +109,22 @@ TEST_P(EveryRow, AnAverageGoesTowardsTheMasterByTheShareThatDecayLeaves) {
       mean += sign * (a.Average(i) - before[i]);
       moved += sign * (want - before[i]);
     }
-    EXPECT_NEAR(mean / moved, 1.0, kept == Kept::kBf16 ? 0.6 : 0.01); /* in the mean right, however small */
+    EXPECT_NEAR(mean / moved, 1.0,
+                kept == EmaFormat::kBf16 ? 0.6 : 0.01); /* the mean is right even for small changes */
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Rows, EveryRow, testing::Combine(testing::ValuesIn(Rows()), testing::Values(Kept::kBf16, Kept::k24, Kept::kF32)),
-    [](const auto &info) {
-      return Name(std::get<0>(info.param)) + "_ema_" + kNames[static_cast<int>(std::get<1>(info.param))];
-    });
+INSTANTIATE_TEST_SUITE_P(Rows, EveryRow,
+                         testing::Combine(testing::ValuesIn(Rows()),
+                                          testing::Values(EmaFormat::kBf16, EmaFormat::k24, EmaFormat::kF32)),
+                         [](const auto &info) {
+                           return Name(std::get<0>(info.param)) + "_ema_" +
+                                  kNames[static_cast<int>(std::get<1>(info.param))];
+                         });
 
-// Every second step only, with the decay as it is.
+// With ema_every = 2 only every second step updates the average, with an unchanged decay.
 TEST(StepEma, OtherStepsLeaveItAlone) {
-  Averaged a(kBf16, 500, Kept::kF32);
+  Averaged a(kBf16, 500, EmaFormat::kF32);
   a.every = 2;
   for (int step = 1; step <= 6; step++) {
     const auto before = a.ema.copy();
@@ -131,7 +136,7 @@ TEST(StepEma, OtherStepsLeaveItAlone) {
   }
 }
 
-// rms(error) / rms(weight) against float64 after 1e5 steps at 0.9999, and by how much to nearest would be off.
+// rms(error) / rms(average) compared with float64, after 100000 steps with decay 0.9999.
 TEST(StepEma, AfterManyStepsItIsTheAverage) {
 #ifdef TX_SLOW
   const int64_t steps = 3000;
@@ -140,9 +145,9 @@ TEST(StepEma, AfterManyStepsItIsTheAverage) {
 #endif
   const int64_t n = 1024;
   const struct {
-    Kept kept;
+    EmaFormat kept;
     double most;
-  } rows[] = {{Kept::kBf16, 0.008}, {Kept::k24, 0.0002}};
+  } rows[] = {{EmaFormat::kBf16, 0.008}, {EmaFormat::k24, 0.0002}};
   for (const auto &row : rows) {
     Averaged a({TX_F32, TX_NONE, TX_F32, TX_F32, TX_F32}, n, row.kept);
     a.decay = 0.9999;
@@ -165,15 +170,16 @@ TEST(StepEma, AfterManyStepsItIsTheAverage) {
       error += std::pow(a.Average(i) - wanted[i], 2);
       size += std::pow(wanted[i], 2);
     }
-    RecordProperty(row.kept == Kept::kBf16 ? "bf16" : "24bit", std::to_string(std::sqrt(error / size)));
-    std::printf("%s: rms(error) / rms(average) after %lld steps %.6f\n", row.kept == Kept::kBf16 ? "bf16" : "24bit",
-                static_cast<long long>(steps), std::sqrt(error / size));
+    RecordProperty(row.kept == EmaFormat::kBf16 ? "bf16" : "24bit", std::to_string(std::sqrt(error / size)));
+    std::printf("%s: rms(error) / rms(average) after %lld steps %.6f\n",
+                row.kept == EmaFormat::kBf16 ? "bf16" : "24bit", static_cast<long long>(steps),
+                std::sqrt(error / size));
     EXPECT_LT(std::sqrt(error / size), row.most);
   }
 }
 
-// 24 bits: a number that has no more stays, whatever the threshold; the mean over thresholds is the sum, also of what
-// fp32 lacks of it; the ends stay.
+// Rounding to 24 bits. A number that fits stays, whatever the threshold. The mean over all thresholds is the exact sum,
+// including the part that fp32 cannot hold. Inf, NaN and the largest numbers are kept.
 TEST(StepEma, RoundingTo24BitsIsOfTheSumItself) {
   const float numbers[] = {1.0f, -1.0f, 1.9999f, 3e-5f, -7e10f};
   for (const float x : numbers) {
@@ -201,11 +207,11 @@ TEST(StepEma, RoundingTo24BitsIsOfTheSumItself) {
 }
 
 TEST(StepEma, WhatCannotBeAveragedIsRefused) {
-  Averaged a({TX_BF16, TX_NONE, TX_BF16, TX_BF16, TX_BF16}, 300, Kept::kBf16);
+  Averaged a({TX_BF16, TX_NONE, TX_BF16, TX_BF16, TX_BF16}, 300, EmaFormat::kBf16);
   tx_error error;
   EXPECT_EQ(a.Step(1e-2, nullptr, &error), TX_ERROR_DTYPE);
   EXPECT_NE(std::string(error.message).find("emas[0] beside params[0] of bf16 without a master"), std::string::npos);
-  Averaged b(kBf16, 300, Kept::kBf16);
+  Averaged b(kBf16, 300, EmaFormat::kBf16);
   b.decay = 1.0;
   EXPECT_EQ(b.Step(1e-2, nullptr, &error), TX_ERROR_ILLEGAL_VALUE) << error.message;
   b.decay = 0.9, b.every = 0;

@@ -1,6 +1,6 @@
-// What a step leaves behind does not depend on what else it is asked for, nor on the loops that do it: random programs,
-// with weights among them that the loops step aside for. Distances are found from copies of weights, and so is all that
-// stands beside them: that, without vectors of its own, is what every other way must say.
+// Each optional output of a step is independent of the other outputs and of the loops that compute it. Runs random
+// programs, including weights that the vectorised loops leave to scalar code. If distances are requested, everything
+// else is computed together with them from copies of the weights, without vectorised loops: that is the reference.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -30,14 +30,14 @@ struct Asked {
   Average average;
 };
 
-// A legal number that is rare in weights and averages.
+// A number that is legal but rare in weights and averages.
 float Rare(Random &random) {
   const float inf = std::numeric_limits<float>::infinity();
   const float values[] = {0.0f, -0.0f, inf, -inf, std::nanf(""), 3e38f, -3.3e38f, 0x1p126f, 1e-45f, -1e-39f, 1e-20f};
   return random.Below(3) ? random.Of(values) : random.Finite();
 }
 
-// Blocks without anything rare, with a little of it, and with much.
+// A number for a block. rarity: 0 for none, else one number in `rarity` is rare.
 float Number(Random &random, uint32_t rarity) {
   return rarity && random.Below(rarity) == 0 ? Rare(random) : random.Normal();
 }

@@ -1,4 +1,4 @@
-// What a measured step of tx_adamw says of itself: against sums in double over weights before and after it.
+// The health numbers of a measured tx_adamw step, compared with sums in double over the weights before and after it.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -89,15 +89,15 @@ INSTANTIATE_TEST_SUITE_P(Rows, EveryRow,
                                          Combo{TX_BF16, TX_NONE, TX_BF16, TX_BF16, TX_BF16}),
                          [](const auto &info) { return Name(info.param); });
 
-// Where the processor has no such instruction, and it is made of sums in double: among these squares that lie just
-// between two numbers, beside sums that say which way they are rounded and are lost in double.
+// tx_square_added has to equal fma, which it emulates in double if the processor has none. Many of these squares lie
+// exactly between two fp32 numbers, and the addend, which decides the rounding, is too small for a double sum.
 TEST(StepHealth, ASquareIsAddedAsByFma) {
   extreme::Random random(1);
   const auto pattern = [&random](uint32_t mantissa, int exponent) {
     return tx_f32_from_bits((random.Below(1u << 23) & mantissa) | static_cast<uint32_t>(exponent) << 23);
   };
   for (int turn = 0; turn < 1000000; turn++) {
-    const uint32_t few = turn % 2 ? 0x7ff800u : 0x7fffffu; /* half of the squares lie between two numbers */
+    const uint32_t few = turn % 2 ? 0x7ff800u : 0x7fffffu; /* half of the squares lie exactly between two numbers */
     const float x = pattern(few, static_cast<int>(random.Below(255)));
     const int near = 2 * std::max(std::ilogb(x), -200) + 127 + static_cast<int>(random.Below(100)) - 80;
     const float sum = pattern(0x7fffffu, std::min(std::max(near, 0), 254));
@@ -106,7 +106,7 @@ TEST(StepHealth, ASquareIsAddedAsByFma) {
   }
 }
 
-// From the least squares to those that overflow, which are named, not added.
+// From the smallest squares to those that overflow, which are reported instead of added.
 TEST(StepHealth, SumsOfAnySize) {
   for (const int exponent : {-70, -40, 0, 30, 63}) {
     Param p(kF32, 256);

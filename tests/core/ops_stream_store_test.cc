@@ -1,5 +1,5 @@
-// tx_adamw of so many weights that those beside fp32 masters are stored past the caches: the bits of any other step,
-// and nothing beside the weights is touched.
+// tx_adamw with so many weights that weights with fp32 masters are written by non-temporal stores: the same bits, and
+// no write outside the weights.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -19,12 +19,12 @@ namespace {
 using namespace adamw_call;
 
 struct Place {
-  int64_t n, past_line; /* bytes from the begin of a cache line to the weights */
+  int64_t n, past_line; /* offset of the weights from the start of a cache line */
 };
 
 const Place kPlaces[] = {{40001, 0}, {2500, 0}, {2500, 2}, {2500, 32}, {2048, 0}, {256, 0}, {129, 0}, {32, 0}, {31, 0}};
 
-/* A parameter whose weights lie at a place, between lines that belong to others, and what must become of it. */
+/* A parameter whose weights are at such an offset, between bytes that must not be written, and the expected result. */
 struct Placed {
   static constexpr int64_t kLine = 64;
   static constexpr uint8_t kOthers = 0xa5;
@@ -66,7 +66,7 @@ struct Placed {
 class PastCaches : public testing::TestWithParam<Combo> {};
 
 void StepsAsTheReferenceDoes(const Combo &combo) {
-  /* none of it is looked at; it makes the call large */
+  /* makes the call large; its result is not checked */
   static Param filler({TX_BF16, TX_NONE, TX_BF16, TX_U8, TX_U8}, TX_STEP_CACHED);
   Threads threads(2);
   std::vector<Placed> placed;

@@ -1,5 +1,5 @@
-// Structs that begin with `size`: one of an older header, which was shorter, and one of a newer header, which is
-// longer, are refused by name, whatever else is in them.
+// Structs that start with `size`: a shorter one of an older header and a longer one of a newer header are rejected by
+// name, whatever else they contain.
 
 #include <cstdint>
 #include <ostream>
@@ -23,7 +23,7 @@ void PrintTo(const Case &c, std::ostream *out) {
 
 const tx_adamw_group kGroup = {0.1, 0.9, 0.99, 1e-8, 0, 0, 1};
 
-// Legal, without parameters.
+// Legal arguments without parameters.
 tx_adamw_args OneGroup() {
   tx_adamw_args args = TX_ADAMW_ARGS_INIT;
   args.n_groups = 1;
@@ -41,7 +41,7 @@ tx_status Follow(void *, int64_t, tx_error *) {
   return TX_OK;
 }
 
-// A call whose arguments are legal but for the size of one struct, and which does nothing.
+// A call that does nothing, with legal arguments except for the size of one struct.
 #define CASE(function, TYPE, type, ...)                                             \
   {                                                                                 \
 #function, #TYPE, sizeof(type), [](uint64_t size, tx_error *error) -> tx_status { \

@@ -1,5 +1,5 @@
-// Two callers at a time, each with memory and four threads of its own: nothing is shared between calls but the table of
-// kernels, and each gets the bits of a caller that is alone. tests/run.sh runs this under the thread sanitizer, too.
+// Two callers at the same time, each with its own memory and four threads: calls share nothing but the table of
+// kernels, and each gets the same bits as alone. tests/run.sh also runs this under the thread sanitizer.
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -19,7 +19,7 @@ using adamw_call::Param;
 
 using Outputs = std::vector<std::vector<uint8_t>>;
 
-// Long enough for each thread to have its part.
+// Large enough to give every thread some work.
 constexpr int64_t kNumel = 5 * 16384 + 77;
 
 struct Work {
@@ -112,7 +112,7 @@ Outputs Masters(const tx_parallel *parallel) {
   return {params.copy(), masters.copy(), remainders.copy(), checksums.copy(), casted.copy()};
 }
 
-// What decides, and compresses, on the calling thread.
+// Decisions and compression, which run on the calling thread.
 Outputs Decisions(const tx_parallel *) {
   tx_policy_args args = TX_POLICY_ARGS_INIT;
   args.model_dtype = TX_BF16;
@@ -154,7 +154,7 @@ TEST_P(TwoCallers, GetTheBitsOfOneThatIsAlone) {
       mine = GetParam().run(four.parallel());
     });
   }
-  // A third one chooses the loops meanwhile.
+  // Meanwhile a third thread switches the instruction set.
   for (int32_t i = 0; tx_isa_name(i); i++)
     EXPECT_EQ(tx_isa_select(tx_isa_name(i), nullptr), TX_OK);
   EXPECT_EQ(tx_isa_select(nullptr, nullptr), TX_OK);

@@ -1,4 +1,5 @@
-// csrc/core/policy: what is refused, and in which words: contradictions (A6), keys, values, dtypes (C4), arguments.
+// csrc/core/policy: what is rejected, and with which message: contradictions (A6), keys, values, dtypes (C4),
+// arguments.
 #include <gtest/gtest.h>
 
 #include <cstring>

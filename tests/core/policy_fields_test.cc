@@ -1,4 +1,4 @@
-// csrc/core/policy: the table of fields, where values come from, and how they are printed.
+// csrc/core/policy: the table of fields, the origins of values, and how they are printed.
 #include <gtest/gtest.h>
 
 #include <algorithm>

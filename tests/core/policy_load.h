@@ -1,9 +1,11 @@
-// Calls of tx_policy_resolve as plain text, so that cases are data (and compile in no time under sanitizers).
+// Calls tx_policy_resolve with arguments written as plain text, so that test cases are data (and compile quickly under
+// sanitizers).
 //
-// A load is settings with spaces between them: model=bf16, shard=fp32, bf16=1, fp16=0, preset=conservative,
-// full_shard=1, and keys of a configuration: config.lr=0.1, opt.exp_avg_dtype=fp32, ddp.bucket_size=5, and of a hook's
-// answer: opt_hook.lr=1, ddp_hook.bucket_size=5. Values: True, False, None, numbers (1 an integer, 1.0 a float),
-// dtype:float64 a dtype code, and anything else text; 'quotes' make text of what would be something else.
+// A load is a list of settings separated by spaces: model=bf16, shard=fp32, bf16=1, fp16=0, preset=conservative,
+// full_shard=1; keys of a configuration: config.lr=0.1, opt.exp_avg_dtype=fp32, ddp.bucket_size=5; and keys of a hook's
+// answer: opt_hook.lr=1, ddp_hook.bucket_size=5. Values: True, False, None, numbers (1 is an integer, 1.0 a float),
+// dtype:float64 for a dtype code; anything else is text. 'Quotes' make a value text that would otherwise be something
+// else.
 #ifndef TX_TESTS_CORE_POLICY_LOAD_H
 #define TX_TESTS_CORE_POLICY_LOAD_H
 
@@ -32,7 +34,7 @@ inline std::vector<std::string> Split(const std::string &text, const std::string
   return parts;
 }
 
-// "a=1 b=2" -> {a: 1, b: 2}; the last of equal names counts.
+// "a=1 b=2" -> {a: 1, b: 2}; of equal names the last one counts.
 inline std::map<std::string, std::string> Pairs(const std::string &text) {
   std::map<std::string, std::string> pairs;
   for (const std::string &pair : Split(text, " ")) {
@@ -64,15 +66,15 @@ struct Hook {
   }
 };
 
-// The outcome of a load.
+// The result of tx_policy_resolve.
 struct Resolved {
   tx_status status = TX_OK;
   tx_policy policy = TX_POLICY_INIT;
   tx_origin origins[TX_POLICY_FIELDS] = {};
   tx_error error = {};
-  Hook hooks[2];  // of the optimizer, of ddp
+  Hook hooks[2];  // of the optimizer, of DDP
 
-  // A field as people read it: "bf16", "True".
+  // A field as readable text: "bf16", "True".
   std::string operator[](const std::string &field) const {
     char buffer[64];
     tx_text text = tx_text_in(buffer, sizeof buffer);
@@ -80,7 +82,7 @@ struct Resolved {
     return buffer;
   }
 
-  // "override", "follows main_grads_dtype".
+  // Where a field's value came from: "override", "follows main_grads_dtype".
   std::string Origin(const std::string &field) const {
     const tx_origin &origin = origins[tx_policy_find(field.c_str())];
     std::string text = tx_source_name(static_cast<tx_source>(origin.source));
@@ -163,7 +165,7 @@ std::string Id(const testing::TestParamInfo<Case> &info) {
   return info.param.id;
 }
 
-// The rows of A2, as fields.
+// The rows of statement A2 of semantics.md, as fields.
 #define BF16                                                                                                        \
   "param_dtype=bf16 main_params_dtype=fp32 exp_avg_dtype=bf16 exp_avg_sq_dtype=bf16 main_grads_dtype=bf16 "         \
   "grad_comm_dtype=bf16 grad_reduce_in_fp32=False use_precision_aware_optimizer=True store_param_remainders=False " \
@@ -176,16 +178,16 @@ std::string Id(const testing::TestParamInfo<Case> &info) {
   "param_dtype=fp32 main_params_dtype=fp32 exp_avg_dtype=fp32 exp_avg_sq_dtype=fp32 main_grads_dtype=fp32 " \
   "grad_comm_dtype=fp32 grad_reduce_in_fp32=True use_precision_aware_optimizer=False bf16=False fp16=False"
 
-// A7: every state.
+// A7: every state in fp32.
 #define ALL_FP32                                                                                                \
   "main_params_dtype=fp32 exp_avg_dtype=fp32 exp_avg_sq_dtype=fp32 main_grads_dtype=fp32 grad_comm_dtype=fp32 " \
   "grad_reduce_in_fp32=True preset=conservative"
 
-// A8: the five keys that pass through verbatim, on a side ("config.") or as fields ("").
+// A8: the five keys that pass through verbatim, as settings (side: "config.") or as fields (side: "").
 #define FIVE(side) \
   side "optimizer=lion " side "lr=1.5e-06 " side "min_lr=0 " side "clip_grad=0.7 " side "weight_decay=0.33"
 
-// B1: what one flag sets.
+// B1: what the flag full_shard sets.
 #define FULL_SHARD                                                                                                \
   "use_distributed_optimizer=True check_for_nan_in_grad=True data_parallel_sharding_strategy=optim_grads_params " \
   "overlap_grad_reduce=True overlap_param_gather=True"

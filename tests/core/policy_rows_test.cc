@@ -1,4 +1,5 @@
-// csrc/core/policy: parameters of another dtype in the same model (A2), and what holds whatever is given (A4, A6).
+// csrc/core/policy: parameters of another dtype in the same model (A2), and properties that hold for any settings (A4,
+// A6).
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -7,8 +8,7 @@
 
 namespace {
 
-// -- parameters of another dtype in the same model
-// ---------------------------------------------------------------------
+// -- parameters of another dtype in the same model --------------------------------------------------------------------
 
 struct Row {
   const char *id;
@@ -73,9 +73,9 @@ TEST(PolicyRow, refuses_what_is_not_legal) {
   EXPECT_EQ(tx_policy_row(&r.policy, r.origins, TX_F32, &row, &error), TX_ERROR_INVALID_ARGUMENT);
 }
 
-// -- everything with everything ---------------------------------------------------------------------------------------
+// -- all pairs of settings --------------------------------------------------------------------------------------------
 
-// Whatever is given, a policy that resolves keeps every explicit value, agrees with itself, and is the same each time.
+// A policy that resolves keeps every explicit value, is consistent, and is the same each time.
 TEST(PolicyProperties, A4_A6_hold_for_all_pairs_of_overrides) {
   const char *choices[] = {"opt.exp_avg_dtype=fp32",
                            "opt.exp_avg_dtype=fp16",

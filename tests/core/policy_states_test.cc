@@ -1,5 +1,5 @@
 // csrc/core/policy_states: one word for all states (tx_states), settings on top of a policy (tx_policy_with), the
-// moments of one parameter (tx_policy_moments), and what others call our values (other_names.def).
+// moments of one parameter (tx_policy_moments), and other libraries' names for our values (other_names.def).
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -342,7 +342,7 @@ TEST(PolicyMoments, small_and_kept_parameters_have_fp32) {
   EXPECT_EQ(tx_policy_moments(&r.policy, 0, 0, nullptr, &exp_avg_sq, nullptr), TX_ERROR_INVALID_ARGUMENT);
 }
 
-// A caller may have made it himself: what is looked up in a table is looked at.
+// A caller may have built the policy itself, so `states` is checked before it is used as a table index.
 TEST(States, APolicyWithAnUnknownWordIsRefused) {
   for (const int32_t states : {-1, 5, INT32_MIN, INT32_MAX}) {
     Resolved r = Resolve("model=bf16");

@@ -6,9 +6,8 @@
 
 namespace {
 
-// Settings of a load, and fields with the values that people read (policy_load.h). Later ones win.
-// A case is plain text: settings of a load (policy_load.h), and fields with the values that people read. Later ones
-// win.
+// A case is plain text: the settings of a load (policy_load.h), and the expected fields as readable text; of equal
+// fields the last one counts.
 struct Legal {
   const char *id;
   const char *load;
@@ -123,7 +122,7 @@ constexpr Legal kE1E2MastersAndStrategies[] = {
 INSTANTIATE_TEST_SUITE_P(E1_E2_masters_and_strategies, PolicyTest, testing::ValuesIn(kE1E2MastersAndStrategies),
                          Id<Legal>);
 
-// The last four by the key's former name.
+// The last four use the key's former name.
 constexpr Legal kCompression[] = {
     {"compression_by_default", "", "grad_comm_compression=auto"},
     {"compression_None_is_the_default", "ddp.grad_comm_compression=None", "grad_comm_compression=auto"},
@@ -139,7 +138,7 @@ constexpr Legal kCompression[] = {
     {"compression_below_None", "ddp.compress_below_gbps=None", "grad_comm_compression=auto"},
 };
 INSTANTIATE_TEST_SUITE_P(compression, PolicyTest, testing::ValuesIn(kCompression), Id<Legal>);
-// A7's table: (precision-aware, main_grads_dtype) -> grad_reduce_in_fp32, and an explicit value that wins.
+// A7's table: (precision-aware, main_grads_dtype) -> grad_reduce_in_fp32; an explicit value wins.
 #define REDUCE_FP32 "grad_reduce_in_fp32=True grad_comm_dtype=fp32"
 #define REDUCE_BF16 "grad_reduce_in_fp32=False grad_comm_dtype=bf16"
 

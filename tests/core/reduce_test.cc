@@ -1,4 +1,4 @@
-// The sum of squares of a block: its tree, its exactness, padding, and what non-finite elements do.
+// The sum of squares of a block: its order of additions, accuracy, and non-finite elements.
 #include "csrc/math/reduce.h"
 
 #include <gtest/gtest.h>
@@ -17,8 +17,8 @@ std::vector<float> Random(std::mt19937 &random, int spread) {
   return x;
 }
 
-// The tree by its definition: a node over a stride-`step` comb of elements is the sum of the nodes of its two
-// sub-combs.
+// The tree by its definition: a node sums every `step`-th element from `first` on. It is the sum of the two nodes with
+// twice that step.
 double Node(const std::vector<float> &x, size_t first, size_t step) {
   if (step == TX_REDUCE_BLOCK) return static_cast<double>(x[first]) * static_cast<double>(x[first]);
   return Node(x, first, 2 * step) + Node(x, first + step, 2 * step);

@@ -1,5 +1,5 @@
-// Rounding as arithmetic on doubles: what a format's values are and which of them a number rounds to. Shares nothing
-// with csrc/math, which works on bit patterns.
+// Reference implementation of rounding, in doubles: the values of a format, and which of them a number is rounded to.
+// Shares no code with csrc/math, which works on bit patterns.
 #ifndef TX_TESTS_CORE_REFERENCE_H
 #define TX_TESTS_CORE_REFERENCE_H
 
@@ -8,7 +8,8 @@
 #include <cstdint>
 #include <vector>
 
-// A binary format's magnitudes: integers times a unit that doubles from binade to binade above 2^min_exponent.
+// The magnitudes of a binary floating-point format: integers times a unit that doubles with each binade above
+// 2^min_exponent.
 struct ReferenceFormat {
   int mantissa_bits;
   int min_exponent;  // of the normal numbers
@@ -20,7 +21,7 @@ inline constexpr ReferenceFormat kE4m3 = {3, -6, 448.0};
 inline constexpr ReferenceFormat kE3m4 = {4, -2, 31.0};
 inline constexpr ReferenceFormat kE4m4 = {4, -6, 496.0};
 
-// The value of a magnitude code: field and mantissa as integers.
+// The value of a magnitude code, computed from its exponent field and mantissa as integers.
 inline double ReferenceValue(ReferenceFormat format, uint32_t code) {
   const int field = static_cast<int>(code / (1u << format.mantissa_bits));
   const int mantissa = static_cast<int>(code % (1u << format.mantissa_bits));
@@ -28,7 +29,7 @@ inline double ReferenceValue(ReferenceFormat format, uint32_t code) {
   return std::ldexp(significand, (field == 0 ? 0 : field - 1) + format.min_exponent - format.mantissa_bits);
 }
 
-// All finite values of a format in ascending order: a value's place is its code.
+// All finite values of a format in ascending order; a value's index is its code.
 class ReferenceTable {
  public:
   explicit ReferenceTable(ReferenceFormat format) : format_(format) {
@@ -39,8 +40,8 @@ class ReferenceTable {
 
   uint32_t MaxCode() const { return static_cast<uint32_t>(values_.size()) - 1; }
 
-  // The nearest value's code, of two as near the even one. `above` where an unbounded exponent would give more than the
-  // largest value.
+  // The code of the nearest value; of two equally near ones, the even code. Returns `above` if rounding with an
+  // unbounded exponent would exceed the largest value.
   uint32_t Nearest(double a, uint32_t above) const {
     const uint32_t below = Below(a);
     const double lower = values_[below];
@@ -50,8 +51,9 @@ class ReferenceTable {
     return !up ? below : below == MaxCode() ? above : below + 1;
   }
 
-  // By threshold: the fraction of a unit in its 23 - mantissa_bits leading bits (where it has more, to the nearest,
-  // ties to even), plus as many leading bits of u, rounds up where it reaches one. Never beyond the largest value.
+  // The code by threshold rounding. The distance to the next lower value, as a fraction of the unit, is taken to 23 -
+  // mantissa_bits bits (to nearest, ties to even). It rounds up if its sum with as many leading bits of u reaches one.
+  // Never exceeds the largest value.
   uint32_t Threshold(double a, uint32_t u) const {
     const uint32_t below = Below(a);
     if (below == MaxCode()) return below;
@@ -62,7 +64,7 @@ class ReferenceTable {
   }
 
  private:
-  // The code of the largest value that is not above a.
+  // The code of the largest value <= a.
   uint32_t Below(double a) const {
     return static_cast<uint32_t>(std::upper_bound(values_.begin(), values_.end(), a) - values_.begin()) - 1;
   }

@@ -1,5 +1,5 @@
-// A test's own malloc, which refuses the library's n-th request for memory. For one source of a program; not under
-// sanitizers, which have allocators of their own.
+// Replaces malloc in a test program, so that the n-th memory request of the library fails. Include it in only one
+// source file of a program. Does not work under sanitizers, which have allocators of their own.
 #ifndef TX_TESTS_CORE_REFUSE_MEMORY_H
 #define TX_TESTS_CORE_REFUSE_MEMORY_H
 
@@ -10,17 +10,19 @@
 
 namespace refuse_memory {
 
-inline int64_t allowed = -1; /* requests before the one that is refused; -1: none is */
+inline int64_t allowed = -1; /* requests that succeed before one fails; -1: none fails */
 
 extern "C" const char __executable_start, etext;
 
-// Whether the one who asks is in this program, as the library is, and not in libc or another shared object.
+// Whether a request for memory has to fail. Only requests from this program's own code count, which includes the
+// library; requests from libc and other shared objects do not.
 inline bool Refuses(const void *caller) {
   const auto *at = static_cast<const char *>(caller);
   return allowed >= 0 && at >= &__executable_start && at < &etext && allowed-- == 0;
 }
 
-// How the library is called: its request number `failing` is refused, if it makes so many.
+// Makes one call of the library whose memory request number `failing` (from 0) fails. `failed` tells whether the call
+// made that many requests.
 struct Attempt {
   int64_t failing = -1;
   bool failed = false;

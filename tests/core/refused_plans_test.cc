@@ -1,4 +1,4 @@
-// A planner that refuses what it finds late has written nothing by then.
+// A planner that finds an error late has written nothing by then.
 #include <gtest/gtest.h>
 
 #include <vector>

@@ -1,4 +1,4 @@
-// G4: a bf16 weight and a 16-bit remainder are the fp32 master. All 2^32 masters and all 2^32 pairs.
+// G4: a bf16 weight and a 16-bit remainder together are the fp32 master. Tests all 2^32 masters and all 2^32 pairs.
 #include "csrc/math/remainder.h"
 
 #include <gtest/gtest.h>
@@ -20,8 +20,7 @@ Pair Encode(float master) {
   return {weight, tx_remainder_encode(master)};
 }
 
-// The master, if any, of the upper half that is the upper tie of an even finite weight other than zero: halfway from
-// that weight to the next one.
+// The upper tie of an even, finite, non-zero weight: the fp32 number halfway to the next weight; NaN for other weights.
 float UpperTie(uint32_t upper) {
   const bool even = upper % 2 == 0 && (upper & 0x7fffu) != 0 && IsFiniteHalf(upper);
   if (!even) return NAN;
@@ -52,7 +51,7 @@ TEST(Remainder, G4_EveryMasterRoundTripsButTheUpperTies) {
             "");
 }
 
-// The test above leaves no others.
+// The test above shows that no other pattern is inexact.
 TEST(Remainder, G4_Exactly32638PatternsAreInexact) {
   int inexact = 0;
   for (uint32_t upper = 0; upper < kHalf; ++upper) {
@@ -63,15 +62,16 @@ TEST(Remainder, G4_Exactly32638PatternsAreInexact) {
   EXPECT_EQ(inexact, 32638);
 }
 
-// Every pair with a finite weight decodes to a master that rounds to it; and encoding that again gives the pair, unless
-// it is one that encode never writes: an odd weight with -32768, a zero with a sign. Of Inf and NaN: Inf with a
-// positive remainder is NaN, and NaN is the canonical one afterwards.
+// Every pair with a finite weight decodes to a master that rounds to the weight. Encoding the master again gives the
+// same pair, except for pairs that encode never produces: an odd weight with -32768, and a zero with -32767 to -1. Inf
+// with a positive remainder decodes to NaN; NaN becomes the canonical NaN.
 TEST(Remainder, G4_EncodeAfterDecodeIsTheIdentityOnEveryPairThatIsWritten) {
   EXPECT_EQ(Describe(Failing([](uint32_t upper) {
               const auto weight = static_cast<uint16_t>(upper);
               const uint32_t magnitude = upper & 0x7fffu;
               const bool nan = magnitude > 0x7f80u, inf = magnitude == 0x7f80u;
-              /* The remainders that are written, as [lowest, highest]; zeros' are unsigned. */
+              /* The remainders that encode produces for this weight, from lowest to highest. A zero's are read as
+               * unsigned numbers. */
               const bool zero = magnitude == 0;
               const int32_t lowest = nan || zero ? 0 : magnitude % 2 == 0 ? -32768 : -32767;
               const int32_t highest = nan || inf ? 0 : zero ? 32768 : 32767;

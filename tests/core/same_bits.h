@@ -1,5 +1,5 @@
-// "Same inputs, same bits": a scenario repeated on every instruction set that this processor has, on 1, 2, 3 and 8
-// threads, and under a caller's flush-to-zero mode, must give the bytes of the first run.
+// Checks "same inputs, same bits": a scenario has to write the same bytes on every instruction set of this processor,
+// on 1, 2, 3 and 8 threads, and when the caller has set a flush-to-zero mode.
 #ifndef TX_TESTS_CORE_SAME_BITS_H
 #define TX_TESTS_CORE_SAME_BITS_H
 
@@ -13,18 +13,19 @@
 #include "tests/core/threads.h"
 
 #ifdef TX_SLOW
-inline const std::vector<int64_t> kThreads = {3}; /* races need no more, and everything is slow */
+inline const std::vector<int64_t> kThreads = {3}; /* enough to find races; these builds are slow */
 #else
 inline const std::vector<int64_t> kThreads = {1, 2, 3, 8};
 #endif
 
 using Outputs = std::vector<std::vector<uint8_t>>;
 
-// How a scenario makes its calls: as they are, or in a flush mode. Inputs are made outside of it.
+// Makes a scenario's operator calls, either plainly or in flush mode. The scenario's inputs are made in the normal
+// mode.
 class Caller {
  public:
   explicit Caller(const tx_parallel *parallel, bool flush = false) : parallel_(parallel), flush_(flush) {}
-  // call(parallel, error) is the operator.
+  // call(parallel, error) calls the operator; it has to succeed.
   template <typename Call>
   void operator()(Call call) const {
     tx_error error = {};
@@ -43,7 +44,7 @@ class Caller {
   bool flush_;
 };
 
-// run(caller) makes its own inputs, calls through the caller, and returns what was written.
+// run(caller) makes its own inputs, calls operators through the caller, and returns the bytes that they wrote.
 template <typename Run>
 void ExpectSameBits(Run run) {
   const std::string selected = tx_isa_selected();

@@ -83,7 +83,7 @@ TEST(Scale, G3_stays_legal_under_any_sequence_and_survives_a_copy) {
       random = random * 1664525u + 1013904223u;
       const int32_t found = (random >> 16) % 3 == 0;
       tx_scale saved;
-      std::memcpy(&saved, &copy, sizeof saved);  // the bytes are the state
+      std::memcpy(&saved, &copy, sizeof saved);  // the bytes are the whole state
       copy = saved;
       ASSERT_EQ(tx_scale_update(&s, found, nullptr), TX_OK);
       ASSERT_EQ(tx_scale_update(&copy, found, nullptr), TX_OK);

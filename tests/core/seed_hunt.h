@@ -1,4 +1,4 @@
-// The programs of a simulator (cycle_world.h, muon_world.h), one seed after the other.
+// The command line of a simulator (cycle_world.h, muon_world.h): runs its random programs, one per seed.
 #ifndef TESTS_CORE_SEED_HUNT_H
 #define TESTS_CORE_SEED_HUNT_H
 
@@ -7,7 +7,8 @@
 #include <cstdlib>
 #include <string>
 
-// PROGRAM FIRST LAST: runs the programs of seeds FIRST ... LAST - 1 until one is wrong, which it prints, and shrunk.
+// Usage: PROGRAM FIRST LAST. Runs the programs of the seeds FIRST ... LAST - 1 until one fails; then prints that
+// program and the smallest one that still fails.
 template <typename Spec, typename Coverage>
 int HuntSeeds(int argc, char **argv, Spec (*generate)(uint64_t), std::string (*run)(const Spec &, Coverage *),
               Spec (*shrink)(Spec), std::string (*text)(const Spec &)) {

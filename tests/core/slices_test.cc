@@ -1,4 +1,4 @@
-// tx_layout_slices: what of placed parameters lies in which range.
+// tx_layout_slices: which parts of placed parameters are in which range.
 #include <gtest/gtest.h>
 
 #include <cstdint>
@@ -130,7 +130,7 @@ TEST(SlicesRefusal, NullArrays) {
   EXPECT_EQ(tx_layout_slices(&slice, 1, &range, -1, &slice, 1, &n, nullptr), TX_ERROR_INVALID_ARGUMENT);
 }
 
-// The oracle: which parameter's which element lies at each element of the ranges, one by one; -1: none.
+// The oracle: for each element of the ranges, its parameter and its index there; -1: none.
 using Element = std::pair<int64_t, int64_t>;
 constexpr Element kNone = {-1, -1};
 

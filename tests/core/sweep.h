@@ -1,5 +1,6 @@
-// Sweeps over fp32 patterns, by upper halves (sign, exponent, seven mantissa bits) on two threads: all 2^32 patterns,
-// or every 61st half in full where the build is not optimised or runs under a sanitizer.
+// Tests functions on all 2^32 fp32 bit patterns. The work is divided by upper halves (sign, exponent, seven mantissa
+// bits) between two threads. Unoptimised and sanitizer builds only test every 61st upper half, with all its lower
+// halves.
 #ifndef TX_TESTS_CORE_SWEEP_H
 #define TX_TESTS_CORE_SWEEP_H
 
@@ -16,9 +17,9 @@ inline constexpr bool kExhaustive = true;
 inline constexpr bool kExhaustive = false;
 #endif
 
-inline constexpr uint32_t kHalf = 0x10000u;  // patterns with one upper half; also the number of upper halves
+inline constexpr uint32_t kHalf = 0x10000u;  // patterns that share one upper half; also the number of upper halves
 
-// Thresholds and samples that look random.
+// A hash of x, for thresholds and samples that look random.
 inline uint32_t Scramble(uint32_t x) {
   x = (x ^ (x >> 15)) * 0x2c1b3c6du;
   x = (x ^ (x >> 12)) * 0x297a2d39u;
@@ -31,7 +32,7 @@ inline bool IsFiniteHalf(uint32_t upper) {
 
 struct Count {
   uint64_t patterns = 0;
-  uint32_t first = 0xffffffffu;  // the lowest of them
+  uint32_t first = 0xffffffffu;  // the lowest pattern that was counted
 
   void Add(uint32_t pattern) {
     ++patterns;
@@ -39,7 +40,7 @@ struct Count {
   }
 };
 
-// "" for none.
+// Returns a message, or "" if nothing was counted.
 inline std::string Describe(const Count &count) {
   if (count.patterns == 0) return "";
   char message[80];
@@ -48,7 +49,7 @@ inline std::string Describe(const Count &count) {
   return message;
 }
 
-// Calls visit(upper, &count) for each upper half below `end`, with a counter for each thread; adds the counters up.
+// Calls visit(upper, &count) for each upper half below `end`. Each thread has its own counter; returns their total.
 template <typename Visit>
 Count SweepHalves(Visit visit, uint32_t end = kHalf) {
   const uint32_t stride = kExhaustive ? 1 : 61;
@@ -63,7 +64,8 @@ Count SweepHalves(Visit visit, uint32_t end = kHalf) {
   return {counts[0].patterns + counts[1].patterns, std::min(counts[0].first, counts[1].first)};
 }
 
-// Counts the patterns for which make(upper)(pattern) is false: what depends on the upper half alone is computed once.
+// Counts the patterns for which make(upper)(pattern) is false. make(upper) computes once what depends on the upper half
+// only.
 template <typename Make>
 Count Failing(Make make) {
   return SweepHalves([&](uint32_t upper, Count *count) {
@@ -78,9 +80,10 @@ Count Failing(Make make) {
   });
 }
 
-// The patterns of finite numbers, in halves below `end`, where a rounding function does not give the code it should.
-// `encode(pattern, u)` is the function; `code(pattern, u)` is a slow reference, a step function of the pattern within a
-// half: it is evaluated where bisection leads, the function at every pattern. u depends on the half.
+// Counts the finite patterns, in upper halves below `end`, for which a rounding function gives a wrong code.
+// `encode(pattern, u)` is the function under test, called for every pattern. `code(pattern, u)` is a slow reference.
+// Within an upper half it is a step function of the pattern, so it is only evaluated to find the steps by bisection.
+// The threshold u depends on the upper half only.
 template <typename Encode, typename Code>
 Count WrongCodes(Encode encode, Code code, uint32_t end = kHalf) {
   return SweepHalves(
@@ -93,7 +96,7 @@ Count WrongCodes(Encode encode, Code code, uint32_t end = kHalf) {
           to[lower] = static_cast<uint16_t>(encode(base | lower, u));
         for (uint32_t begin = 0; begin < kHalf;) {
           const uint16_t step = code(base | begin, u);
-          uint32_t inside = begin, outside = kHalf;  // the step holds `inside` and ends before `outside`
+          uint32_t inside = begin, outside = kHalf;  // the step contains `inside` and ends before `outside`
           while (outside - inside > 1) {
             const uint32_t middle = inside + (outside - inside) / 2;
             (code(base | middle, u) == step ? inside : outside) = middle;

@@ -1,4 +1,4 @@
-// csrc/core/text, nearest: what messages are made of.
+// csrc/core/text, nearest: the parts that messages are made of.
 #include <gtest/gtest.h>
 
 #include <random>
@@ -71,7 +71,7 @@ TEST(Nearest, first_among_equals_and_none_of_nothing) {
   EXPECT_EQ(tx_nearest("x", names, 0), nullptr);
 }
 
-// Every code point that a sequence of bytes may be, as RFC 3629 has them, made the other way round: from the number.
+// The UTF-8 encoding of a code point (RFC 3629), built from the number.
 std::string Encoded(uint32_t point) {
   const auto last = [&](int shift) { return static_cast<char>(0x80 | (point >> shift & 0x3f)); };
   if (point < 0x80) return {static_cast<char>(point)};
@@ -101,7 +101,7 @@ TEST(Text, every_character_is_kept_and_every_part_of_one_is_not) {
   }
 }
 
-// Keys and values of any bytes, cut wherever messages cut them.
+// Keys and values with arbitrary bytes, truncated wherever messages truncate them.
 TEST(Text, messages_are_utf8_whatever_they_name) {
   std::mt19937 gen(1);
   for (int round = 0; round < 3000; round++) {

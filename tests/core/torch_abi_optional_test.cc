@@ -1,5 +1,6 @@
-// The optional symbols' declarations against torch's headers, as far as the installed headers have them: see
-// torch_abi_test.cc for the required ones. libtorch_cuda.so's functions are declared where the headers are told of it.
+// Compares our declarations of optional symbols with torch's headers, if the installed headers have them;
+// torch_abi_test.cc does the same for required symbols. The headers only declare functions of libtorch_cuda.so if
+// USE_CUDA is defined.
 #define USE_CUDA
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/c/shim.h>
@@ -11,7 +12,7 @@
 
 static_assert(std::is_same_v<decltype(&::aoti_torch_get_current_cuda_stream), tx_torch_current_stream>);
 
-// An optional symbol that came in release x.y is compared where the headers are of that release or later.
+// An optional symbol that was added in release x.y is compared if the headers are of that release or later.
 #define TX_SAME(symbol) \
   static_assert(std::is_same_v<decltype(&::symbol), decltype(tx_torch_abi::symbol)>, #symbol ": prototypes differ")
 

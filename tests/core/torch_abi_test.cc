@@ -1,6 +1,6 @@
-// Our declarations of libtorch's stable C ABI against torch's own headers, which are C++: where a prototype differs,
-// this file does not compile. The headers are asked to show what torch 2.10 had, our floor: a required symbol that came
-// later is not declared, and this file does not compile either. Nothing here is linked to torch.
+// Compares our declarations of libtorch's stable C ABI with torch's own headers, which are C++: if a prototype differs,
+// this file does not compile. The headers are told to show only what torch 2.10, the oldest supported release, has. So
+// a required symbol that was added later is not declared, and this file does not compile. Nothing is linked to torch.
 #define TORCH_TARGET_VERSION 0x020A000000000000
 #include "csrc/torch/torch_abi.h"
 
@@ -20,7 +20,7 @@ static_assert(TORCH_TARGET_VERSION == TX_TORCH_BUILD_VERSION,
 
 #define TX_SHIM(result, symbol, parameters, major, minor) \
   static_assert(std::is_same_v<decltype(&::symbol), decltype(tx_torch_abi::symbol)>, #symbol ": prototypes differ");
-#define TX_SHIM_OPTIONAL(result, symbol, parameters, major, minor)  // torch_abi_optional_test.cc
+#define TX_SHIM_OPTIONAL(result, symbol, parameters, major, minor)  // see torch_abi_optional_test.cc
 #define TX_SHIM_DTYPE(dtype, name) TX_SHIM(int32_t, aoti_torch_dtype_##name, (void), 2, 9)
 #include "csrc/torch/shims.def"
 #undef TX_SHIM

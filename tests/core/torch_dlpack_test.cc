@@ -1,4 +1,5 @@
-// Our declarations of DLPack's table against the header that torch brings, field by field. Nothing is linked to torch.
+// Compares our declarations of DLPack's table with the header that torch ships, field by field. Nothing is linked to
+// torch.
 #include <ATen/dlpack.h>
 
 #include <cstddef>

@@ -1,5 +1,5 @@
-// torch's threads as a tx_parallel: every task once, whatever torch makes of the region; and what is said before torch
-// is there.
+// torch's threads as a tx_parallel: every task runs once, however torch divides the region; and the error before torch
+// is registered.
 extern "C" {
 #include "csrc/torch/torch_pool.h"
 }
@@ -13,8 +13,8 @@ namespace {
 
 typedef void (*Body)(int64_t begin, int64_t end, void *ctx);
 
-// How torch may run a region of n tasks.
-AOTITorchError InOne(int64_t begin, int64_t end, int64_t, Body body, void *ctx) {
+// Ways in which torch may run a region of n tasks.
+AOTITorchError InOneRange(int64_t begin, int64_t end, int64_t, Body body, void *ctx) {
   body(begin, end, ctx);
   return 0;
 }
@@ -40,7 +40,7 @@ AOTITorchError Unknown(uint32_t *) {
 }
 
 TEST(TorchPool, EveryTaskRunsOnce) {
-  for (const auto region : {InOne, OneByOneBackwards, Refuses, RunsTwoAndFails}) {
+  for (const auto region : {InOneRange, OneByOneBackwards, Refuses, RunsTwoAndFails}) {
     tx_torch_abi abi = {};
     abi.torch_parallel_for = region;
     abi.torch_get_num_threads = Five;

@@ -1,4 +1,4 @@
-// The parser of operators' schemas: what it understands, and that it refuses the rest instead of guessing.
+// The parser of operator schemas: what it understands, and that it rejects everything else instead of guessing.
 extern "C" {
 #include "csrc/torch/schema.h"
 }

@@ -1,4 +1,4 @@
-// csrc/core/tracker: which bucket is complete, and in which order gradients are ready (F5).
+// csrc/core/tracker: which buckets are complete, and in which order gradients become ready (F5).
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -15,12 +15,13 @@ namespace {
 
 using V = std::vector<int64_t>;
 
-// A tracker and the memory under it.
+// A tracker and its memory.
 struct Tracker {
   Tracker(const V &bucket_of, int64_t n_buckets) {
     const auto n = static_cast<int64_t>(bucket_of.size());
     const int64_t bytes = tx_tracker_bytes(n, n_buckets);
-    memory.resize(static_cast<size_t>(bytes) / sizeof(int64_t));  // exactly: a sanitizer sees a byte too many
+    memory.resize(static_cast<size_t>(bytes) /
+                  sizeof(int64_t));  // exactly as large as needed, so that a sanitizer finds any access past the end
     tx_error error;
     EXPECT_EQ(tx_tracker_init(memory.data(), bytes, n, bucket_of.data(), n_buckets, &t, &error), TX_OK)
         << error.message;
@@ -104,7 +105,7 @@ TEST(Tracker, F5_at_the_end_every_bucket_is_complete_and_nothing_more_is_ready) 
 TEST(Tracker, F5_learns_the_order_of_the_first_backward_that_was_finished) {
   Tracker tracker({0, 0, 0, 0, 0}, 1);
   tracker.Mark(0);
-  tx_tracker_reset(tracker.t);  // a backward that raised teaches nothing
+  tx_tracker_reset(tracker.t);  // a backward that raised does not change the learned order
   tracker.Mark(3);
   tracker.Mark(0);
   tx_tracker_finish(tracker.t);

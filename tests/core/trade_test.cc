@@ -1,4 +1,4 @@
-// tx_trades: between whom a bucket goes whole.
+// tx_trades: when two ranks exchange whole buckets instead of shards.
 #include <gtest/gtest.h>
 
 #include <string>

@@ -1,4 +1,4 @@
-// A bucket on the wire, or a rank's chunk of one, for the tests of tx_bucket_*.
+// A gradient bucket in its wire dtype, or one rank's chunk of it, for the tests of tx_bucket_*.
 #ifndef TX_TESTS_CORE_WIRES_H
 #define TX_TESTS_CORE_WIRES_H
 
@@ -19,7 +19,7 @@ inline int64_t ScaleBytes(tx_dtype wire, int64_t n) {
   return wire == TX_U8 ? tx_blocks(n) : 0;
 }
 
-// A bucket, or a chunk of one: data and the scales that go with it.
+// The data of a bucket (or chunk), and its block scales if the wire dtype is 8-bit.
 struct Wire {
   Array data, scales;
   Wire(tx_dtype dtype, int64_t n, int64_t misalign = 1)
@@ -35,7 +35,7 @@ struct Wire {
   }
 };
 
-// One gradient into a bucket of its size.
+// Packs one gradient into a bucket of the gradient's size.
 inline Wire Pack(Array &grad, tx_dtype wire, int32_t rounding = TX_NEAREST) {
   Wire bucket(wire, grad.size());
   const int64_t offset = 0;

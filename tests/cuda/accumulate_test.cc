@@ -1,4 +1,4 @@
-// tx_cuda_bucket_accumulate against the CPU's, bit for bit.
+// tx_cuda_bucket_accumulate must have the CPU's bits.
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
@@ -20,7 +20,7 @@ TEST_P(Accumulate, EqualsTheCpuBitForBit) {
     grads.emplace_back(grad_dtype, n, misalign).FillBytes(4);
   }
   for (int64_t i = 0; main_dtype == TX_F32 && i < static_cast<int64_t>(ours.size()); i++) {
-    ours[i].Fill(3);  // payloads of fp32 NaNs are the hardware's own
+    ours[i].Fill(3);  // the payload of an fp32 NaN depends on the hardware
     theirs[i].Fill(3);
     grads[i].Fill(4);
   }

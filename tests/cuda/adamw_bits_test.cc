@@ -1,4 +1,5 @@
-// tx_cuda_adamw has the CPU's bits: every combination of dtypes, every rounding, sizes, addresses, constants and grids.
+// tx_cuda_adamw must have the CPU's bits, for every combination of dtypes and roundings, and for many sizes, addresses,
+// constants and grids.
 #include "tests/cuda/adamw_pair.h"
 
 namespace {
@@ -9,7 +10,7 @@ using adamw_call::kBlocks;
 using adamw_call::kF32;
 using adamw_call::kRemainder;
 
-// Around vectors, blocks, rounds and tiles.
+// Around the sizes of vectors, blocks, rounds and tiles.
 const int64_t kLengths[] = {0, 1, 7, 8, 9, 127, 128, 129, 255, 257, 1023, 1025};
 
 class EveryCombination : public testing::TestWithParam<Combo> {
@@ -21,7 +22,7 @@ TEST_P(EveryCombination, HasTheCpusBitsInEveryRounding) {
   for (int rounding : {TX_NEAREST, TX_DITHERED, TX_STOCHASTIC}) {
     SCOPED_TRACE(rounding);
     Pair pair;
-    // one aligned and one not
+    // one aligned and one unaligned parameter
     pair.Add(GetParam(), 1300);
     pair.Add(GetParam(), 400, 1);
     tx_adamw_args args = Arguments();
@@ -59,10 +60,10 @@ TEST_P(Kinds, HaveTheCpusBitsAtEveryLengthAndAddressInOneLaunch) {
 
 TEST_P(Kinds, HaveTheCpusBitsWithUnusualConstants) {
   const tx_adamw_group groups[] = {
-      {1e-2, 0.9, 0.999, 1e-8, 0.1, 0, 0},                                      // weight decay in the gradient
-      {1e-2, 0.9, 0.999, 1e-8, 0.1, 1, 1},                                      // ascends
-      {1e-2, 0.3, 0.2, 1e-8, 0.0, 0, 1},                                        // averages from the new side
-      {1e-2, 0.0, 0.999, 1e-3, 0.1, 1, 0}, {1e-2, 0.9, 0.999, 0.0, 0.1, 0, 1},  // 0 / 0 beside absent elements
+      {1e-2, 0.9, 0.999, 1e-8, 0.1, 0, 0},  // weight decay in the gradient
+      {1e-2, 0.9, 0.999, 1e-8, 0.1, 1, 1},  // maximize
+      {1e-2, 0.3, 0.2, 1e-8, 0.0, 0, 1},    // the new value has the larger weight in the averages
+      {1e-2, 0.0, 0.999, 1e-3, 0.1, 1, 0}, {1e-2, 0.9, 0.999, 0.0, 0.1, 0, 1},  // 0 / 0 in padding next to elements
   };
   for (const tx_adamw_group &group : groups) {
     Pair pair;
@@ -74,7 +75,7 @@ TEST_P(Kinds, HaveTheCpusBitsWithUnusualConstants) {
   }
 }
 
-// Where the quick arithmetic of the middle of fp32's range would be wrong: roots, quotients, scales.
+// Values for which the fast arithmetic for the middle of fp32's range would be wrong: roots, quotients, scales.
 TEST_P(Kinds, HaveTheCpusBitsFarFromOne) {
   for (const double eps : {1e-8, 0.0, 1e-30}) {
     const tx_adamw_group group = {1e-2, 0.9, 0.999, eps, 0.1, 0, 1};
@@ -124,7 +125,7 @@ TEST_P(Kinds, ScaleAndClipFromTheDevice) {
   pair.ExpectEqual();
 }
 
-// Blocks and thresholds are those of the logical parameter.
+// Blocks and thresholds are counted in the logical parameter.
 TEST_P(Kinds, CutAtBlocksHaveTheBitsOfTheWhole) {
   Side whole, parts;
   const int64_t n = 2048 + 300, cuts[] = {0, 128, 1024 + 384, n};
@@ -152,7 +153,7 @@ TEST_P(Kinds, CutAtBlocksHaveTheBitsOfTheWhole) {
       lists[6].push_back({&steps[static_cast<size_t>(part)], 1, TX_F32, 0});
       meta.push_back({100, begin, 0});
     }
-    // The scales of both moments of a part lie together.
+    // The scales of both moments of a part are adjacent.
     std::vector<std::vector<uint8_t>> scales;
     Bytes &both = before.params[0].param.scales;
     const int64_t blocks = (n + 127) / 128, moments = both.size() / blocks;
@@ -197,8 +198,8 @@ INSTANTIATE_TEST_SUITE_P(Adamw, Kinds,
                                          Combo{TX_BF16, TX_NONE, TX_BF16, TX_BF16, TX_BF16}),
                          [](const auto &info) { return adamw_call::Name(info.param); });
 
-// Values that no state should have, and more of those that quick conversions must leave to the ordinary ones: zeros,
-// and ties between two weights. lr = 0 keeps them, so that they are also what is written.
+// Values that no state should have, and more of those for which fast conversions must fall back to the ordinary ones:
+// zeros, and ties between two weights. With lr = 0 the values are kept, so they are also what is written.
 TEST(Adamw, HasTheCpusBitsForEveryPatternOfWeightAndState) {
   for (const Combo &c : {kBlocks, kRemainder, Combo{TX_F16, TX_NONE, TX_F16, TX_BF16, TX_F16},
                          Combo{TX_BF16, TX_NONE, TX_BF16, TX_U8, TX_BF16}}) {

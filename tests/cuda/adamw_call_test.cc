@@ -1,4 +1,4 @@
-// tx_cuda_adamw as a call: launches, skipping, counting, what it refuses.
+// tx_cuda_adamw as a call: the number of launches, skipped steps, counters, and what it rejects.
 #include "tests/cuda/adamw_pair.h"
 
 namespace {
@@ -15,7 +15,7 @@ class AdamwCall : public testing::Test {
   void TearDown() override { emulated::world = emulated::World(); }
 };
 
-// The shapes of GPT-2, each cut down by the width of a layer.
+// The tensors of GPT-2, each size divided by the width of a layer.
 std::vector<int64_t> Gpt2() {
   std::vector<int64_t> numels = {50257, 1024};
   for (int layer = 0; layer < 12; layer++)
@@ -40,7 +40,7 @@ TEST_F(AdamwCall, Gpt2sTensorsAreOneLaunchForEachCombination) {
   }
 }
 
-// Looking for what others wrote, resyncing and stepping: no workspace, nothing beside the one launch.
+// Detecting external writes, resyncing and stepping together need no workspace and no second launch.
 TEST_F(AdamwCall, AStepThatLooksForWritesIsOneLaunchToo) {
   for (const Combo &c : {kBf16, kHalf, kRemainder, kBlocks}) {
     SCOPED_TRACE(adamw_call::Name(c));
@@ -63,7 +63,8 @@ TEST_F(AdamwCall, AStepThatLooksForWritesIsOneLaunchToo) {
   }
 }
 
-// Suspects are remembered beside a launch's ticket, which comes back, and are forgotten with it.
+// Suspects are stored next to a launch's ticket. The ticket is reused, and must not carry suspects over to another
+// step.
 TEST_F(AdamwCall, SuspectsOfOneStepAreNotThoseOfAnother) {
   emulated::Use(1, 1);
   Pair pair;
@@ -78,7 +79,7 @@ TEST_F(AdamwCall, SuspectsOfOneStepAreNotThoseOfAnother) {
   ASSERT_EQ(pair.Take(args), TX_OK);
   EXPECT_EQ(pair.ours.resynced, 2);
   pair.ExpectEqual();
-  // Between the samples, where only a look at all elements would find it.
+  // Between the samples, where only a check of all elements would find it.
   pair.ours.params[0].Write(100);
   for (int step = 0; step < 1030; step++)
     ASSERT_EQ(tx_cuda_adamw(Step(pair.ours, args).Args(), &pair.call, nullptr), TX_OK);
@@ -90,7 +91,7 @@ TEST_F(AdamwCall, AThousandTensorsOfSeveralCombinationsTakeAFewLaunches) {
   for (int64_t i = 0; i < 1000; i++)
     pair.Add(i % 3 == 0 ? kBf16 : i % 3 == 1 ? kBlocks : kF32, i % 23);
   ASSERT_EQ(pair.Take(Arguments()), TX_OK);
-  EXPECT_EQ(emulated::world.launches, 6);  // 333 of each, about 270 to a table
+  EXPECT_EQ(emulated::world.launches, 6);  // 333 of each, about 270 in a table
   ASSERT_EQ(pair.Take(Arguments()), TX_OK);
   EXPECT_LE(emulated::world.largest_parameters, 32764);
   pair.ExpectEqual();
@@ -121,7 +122,8 @@ TEST_F(AdamwCall, MoreGroupsThanATableHoldsTakeMoreLaunches) {
   pair.ExpectEqual();
 }
 
-// G2, G3: a step that must not be taken changes nothing but the count of skipped steps, once, whatever the launches.
+// G2, G3: a step that must be skipped changes nothing but the count of skipped steps, by one however many launches
+// there are.
 TEST_F(AdamwCall, G2_G3_SkipsWithoutAByteChangedAndCountsOnce) {
   struct Case {
     const char *name;

@@ -1,4 +1,4 @@
-// What tx_cuda_adamw leaves behind beside states has the CPU's bits: changes, bounds, distances, averages, sums.
+// tx_cuda_adamw's optional outputs must have the CPU's bits: changes, bounds, distances, averages, sums.
 #include <cmath>
 #include <limits>
 #include <string>
@@ -13,15 +13,15 @@ using adamw_call::kBlocks;
 using adamw_call::kF32;
 using adamw_call::kRemainder;
 
-enum class Kept { kNone, kBf16, k24, kF32 };
+enum class EmaFormat { kNone, kBf16, k24, kF32 };
 
-/* What is asked for. */
+/* The outputs that a test requests. */
 struct Asked {
   bool changed = true, moved = true, distances = true, health = true;
-  Kept ema = Kept::k24;
+  EmaFormat ema = EmaFormat::k24;
 };
 
-/* Of one parameter of one side. */
+/* The outputs for one parameter of one side. */
 struct Left {
   Bytes changed, moved, distances, ema, lows;
   std::vector<int64_t> health;
@@ -30,20 +30,20 @@ struct Left {
       : changed(a.changed ? (n + 7) / 8 : 0, misalign),
         moved(a.moved ? (n + 127) / 128 * 2 : 0, misalign),
         distances(a.distances ? (n + 1) / 2 : 0, misalign),
-        ema(Averages(a, c) ? n * (a.ema == Kept::kF32 ? 4 : 2) : 0, misalign),
-        lows(Averages(a, c) && a.ema == Kept::k24 ? n : 0, misalign),
+        ema(Averages(a, c) ? n * (a.ema == EmaFormat::kF32 ? 4 : 2) : 0, misalign),
+        lows(Averages(a, c) && a.ema == EmaFormat::k24 ? n : 0, misalign),
         health(a.health && n ? TX_HEALTH_LEN : 0) {}
-  // 16 bits without a master are averaged nowhere.
+  // A 16-bit weight without a master is not averaged.
   static bool Averages(const Asked &a, const Combo &c) {
-    return a.ema != Kept::kNone && (c.param == TX_F32 || c.master != TX_NONE);
+    return a.ema != EmaFormat::kNone && (c.param == TX_F32 || c.master != TX_NONE);
   }
 };
 
-/* A pair of sides with what their steps leave behind. */
+/* A pair of sides and the optional outputs of their steps. */
 struct Noting {
   Pair pair;
   std::deque<Left> ours, theirs;
-  Kept ema;
+  EmaFormat ema;
   Asked asked;
   double decay = 0.9;
   int64_t every = 1;
@@ -57,15 +57,15 @@ struct Noting {
     ours.emplace_back(a, c, n, misalign);
     theirs.emplace_back(a, c, n, misalign);
   }
-  /* One side's lists. */
+  /* The lists of one side. */
   struct Lists {
     std::vector<tx_tensor> changed, moved, distances, emas, lows, healths;
-    Lists(std::deque<Left> &of, Kept ema) {
+    Lists(std::deque<Left> &of, EmaFormat ema) {
       for (Left &l : of) {
         changed.push_back(T(l.changed, TX_U8));
         moved.push_back(T(l.moved, TX_BF16));
         distances.push_back(T(l.distances, TX_U8));
-        emas.push_back(T(l.ema, ema == Kept::kF32 ? TX_F32 : TX_BF16));
+        emas.push_back(T(l.ema, ema == EmaFormat::kF32 ? TX_F32 : TX_BF16));
         lows.push_back(T(l.lows, TX_U8));
         healths.push_back({l.health.data(), static_cast<int64_t>(l.health.size()), TX_I64, 0});
       }
@@ -100,7 +100,7 @@ struct Noting {
       EXPECT_EQ(ours[i].health, theirs[i].health);
     }
   }
-  // Of all parameters: blocks without a bound.
+  // The number of blocks without a bound, over all parameters.
   int64_t Unbounded() {
     int64_t count = 0;
     for (Left &l : ours)
@@ -158,15 +158,16 @@ TEST_P(Kinds, AtEveryLengthAndAddressInOneLaunch) {
 
 TEST_P(Kinds, EachAlone) {
   const Asked alone[] = {
-      {true, false, false, false, Kept::kNone},  {true, true, false, false, Kept::kNone},
-      {true, false, true, false, Kept::kNone},   {false, false, false, true, Kept::kNone},
-      {false, false, false, false, Kept::kBf16}, {false, false, false, false, Kept::k24},
-      {false, false, false, false, Kept::kF32},  {true, true, false, false, Kept::kBf16},
+      {true, false, false, false, EmaFormat::kNone},  {true, true, false, false, EmaFormat::kNone},
+      {true, false, true, false, EmaFormat::kNone},   {false, false, false, true, EmaFormat::kNone},
+      {false, false, false, false, EmaFormat::kBf16}, {false, false, false, false, EmaFormat::k24},
+      {false, false, false, false, EmaFormat::kF32},  {true, true, false, false, EmaFormat::kBf16},
   };
   for (const Asked &asked : alone) {
     Noting noting(asked);
     noting.Add(GetParam(), 1300);
-    noting.AddWith({false, false, false, false, Kept::kNone}, GetParam(), 300); /* nothing is asked of this one */
+    noting.AddWith({false, false, false, false, EmaFormat::kNone}, GetParam(),
+                   300); /* no outputs are requested for this one */
     noting.Add(GetParam(), 77, 2);
     for (int step = 0; step < 3; step++) {
       noting.pair.NewGradients(static_cast<uint32_t>(step), 1e-2f);
@@ -188,7 +189,7 @@ TEST_P(Kinds, OnAnyGrid) {
   }
 }
 
-// Small steps, of which few change a weight, and large ones, which nobody has bits for; over many steps.
+// Small steps, of which few change a weight, and large ones, which no bound can represent; over many steps.
 TEST_P(Kinds, OverStepsOfAnySize) {
   for (const double lr : {0.0, 1e-6, 1e-4, 3e-2, 10.0}) {
     const tx_adamw_group group = {lr, 0.9, 0.999, 1e-8, 0.0, 0, 1};
@@ -203,7 +204,7 @@ TEST_P(Kinds, OverStepsOfAnySize) {
   }
 }
 
-// Whose squares are subnormal, and whose are no numbers of fp32.
+// The squares of some are subnormal, and those of others exceed fp32.
 TEST_P(Kinds, OfWeightsOfAnySize) {
   for (const float size : {1e-30f, 1e-4f, 60000.0f, 1e19f}) {
     if (GetParam().param == TX_F16 && (size < 1e-4f || size > 60000.0f)) continue;
@@ -224,8 +225,8 @@ TEST_P(Kinds, OfWeightsOfAnySize) {
 }
 
 TEST_P(Kinds, NumbersThatAreNoneHaveNoBound) {
-  if (GetParam().param == TX_F32) return; /* an fp32 NaN keeps whatever bits the processor gave it */
-  Noting noting({true, true, true, true, Kept::kBf16});
+  if (GetParam().param == TX_F32) return; /* an fp32 NaN has whatever bits the processor gave it */
+  Noting noting({true, true, true, true, EmaFormat::kBf16});
   noting.Add(GetParam(), 1500);
   const float odd[] = {NAN, INFINITY, -INFINITY};
   for (Side *side : {&noting.pair.ours, &noting.pair.theirs}) {
@@ -237,13 +238,13 @@ TEST_P(Kinds, NumbersThatAreNoneHaveNoBound) {
   noting.ExpectEqual();
 }
 
-// Which blocks others wrote to is told alike, whether the step takes them over or looks away.
+// The blocks with external writes are reported alike, whether the step resyncs them or ignores the writes.
 TEST_P(Kinds, OfWeightsThatOthersWroteNobodyKnowsHowFar) {
   for (const int32_t external : {TX_EXTERNAL_RESYNC, TX_EXTERNAL_IGNORE}) {
     for (const bool only_a_sign_of_zero : {false, true}) {
       SCOPED_TRACE(testing::Message() << "external " << external << ", zero " << only_a_sign_of_zero);
       emulated::world = emulated::World();
-      Noting noting({true, true, true, false, Kept::kF32});
+      Noting noting({true, true, true, false, EmaFormat::kF32});
       for (const int64_t n : {300, 2 * 4096 + 1500, 900})
         noting.Add(GetParam(), n, n % 2, true);
       for (Side *side : {&noting.pair.ours, &noting.pair.theirs}) {
@@ -312,7 +313,7 @@ TEST_F(Emulated, AStepThatIsNotTakenLeavesNothingBehind) {
   noting.ExpectEqual();
 }
 
-// A captured launch reads the number of its step, and so whether it averages, from the device.
+// A captured launch reads the step number from the device, and decides by it whether to average.
 TEST_F(Emulated, IsCaptured) {
   emulated::world.capturing = true;
   Noting noting;
@@ -331,9 +332,9 @@ TEST_F(Emulated, IsCaptured) {
   noting.ExpectEqual();
 }
 
-// Sums of a measured step, added to by the tiles of many warps, are read as the CPU's are.
+// The sums of a measured step, to which the tiles of many warps add, are read like the CPU's.
 TEST_F(Emulated, HealthIsRead) {
-  Noting noting({false, false, false, true, Kept::kNone});
+  Noting noting({false, false, false, true, EmaFormat::kNone});
   noting.Add(kBf16, 50000);
   ASSERT_EQ(noting.Take(), TX_OK);
   tx_health found = {};

@@ -1,4 +1,4 @@
-// tx_cuda_adamw limits gradients as the CPU does: finite ones of any size, beside any legal state and constants.
+// tx_cuda_adamw limits gradients as the CPU does: finite gradients of any size, with any legal state and constants.
 #include "tests/core/extreme.h"
 #include "tests/cuda/adamw_pair.h"
 
@@ -11,7 +11,7 @@ class EveryCombination : public testing::TestWithParam<Combo> {
   void SetUp() override { emulated::world = emulated::World(); }
 };
 
-// NaNs of an fp32 stream have whatever sign and payload the processor gave them.
+// Replaces NaNs of fp32 streams: their sign and payload depend on the processor.
 void MakeComparable(Param &p) {
   for (auto [bytes, dtype] : {std::pair{&p.param, p.combo.param}, {&p.master, p.combo.master}})
     for (int64_t i = 0; dtype == TX_F32 && bytes->size() > 0 && i < p.n; i++)
@@ -24,7 +24,7 @@ TEST_P(EveryCombination, HasTheCpusBitsOfAnyFiniteGradientAndStaysFinite) {
     SCOPED_TRACE(rounding);
     extreme::Random random(30 + static_cast<uint32_t>(rounding));
     Pair pair;
-    pair.Add(GetParam(), 1024 + 77); /* a tile and a part of one */
+    pair.Add(GetParam(), 1024 + 77); /* a whole tile and a part of one */
     Param &ours = pair.ours.params[0].param, &theirs = pair.theirs.params[0].param;
     extreme::FillState(random, ours);
     for (int step = 0; step < 2; step++) {
@@ -33,7 +33,7 @@ TEST_P(EveryCombination, HasTheCpusBitsOfAnyFiniteGradientAndStaysFinite) {
       args.moment_rounding = args.weight_rounding = rounding;
       args.grad_scale = {&constants.grad_scale, 1, TX_F32, 0};
       args.clip_coef = {&constants.clip_coef, 1, TX_F32, 0};
-      if (step > 0) extreme::FillWeights(random, ours); /* some overflowed by themselves */
+      if (step > 0) extreme::FillWeights(random, ours); /* some overflowed in the step before */
       extreme::FillGradients(random, ours);
       const Param before = theirs = ours;
       ASSERT_EQ(pair.Take(args, &constants.group), TX_OK);
@@ -49,8 +49,8 @@ TEST_P(EveryCombination, HasTheCpusBitsOfAnyFiniteGradientAndStaysFinite) {
 INSTANTIATE_TEST_SUITE_P(AdamwFinite, EveryCombination, testing::ValuesIn(adamw_call::Combos()),
                          [](const auto &info) { return adamw_call::Name(info.param); });
 
-// The quick arithmetic takes vectors in the middle of fp32's range, and so are moments after many steps of which each
-// counts for next to nothing: gradients that are to be limited must not be taken for that.
+// The fast arithmetic handles vectors in the middle of fp32's range. Moments after many steps that hardly count are in
+// that range, too: gradients that must be limited must not be mistaken for them.
 TEST(AdamwFinite, TheQuickArithmeticLeavesWhatIsLimitedToTheOrdinary) {
   for (const double beta2 : {0.5, 0.999, 1.0 - 0x1p-30, 1.0 - 0x1p-43, 1.0 - 0x1p-46, 1.0 - 0x1p-53}) {
     for (const Combo &combo : {adamw_call::kF32, adamw_call::kBf16, adamw_call::kRemainder, adamw_call::kBlocks}) {

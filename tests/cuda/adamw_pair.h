@@ -1,4 +1,5 @@
-// The step on the (emulated) device beside the CPU's: the same parameters twice, compared byte for byte.
+// Runs the step on the (emulated) device and on the CPU with copies of the same parameters, and compares them byte for
+// byte.
 #ifndef TESTS_CUDA_ADAMW_PAIR_H
 #define TESTS_CUDA_ADAMW_PAIR_H
 
@@ -31,11 +32,11 @@ struct Watched {
   Watched(const Combo &c, int64_t n, int64_t misalign, bool watched)
       : param(c, n, misalign), checksums(watched && c.master ? (n + Block(c) - 1) / Block(c) * 8 : 0, misalign) {}
   tx_tensor Checksums() { return {checksums.data(), checksums.size() / 8, TX_I64, 0}; }
-  // Another value of the same sign and about the same size.
+  // An external write: changes a weight a little and keeps its sign.
   void Write(int64_t i) { param.param.data()[2 * i] ^= 1; }
 };
 
-/* A list of parameters, and everything that a step over them takes and counts. */
+/* A list of parameters, with everything else that a step over them reads and counts. */
 struct Side {
   std::deque<Watched> params;
   alignas(8) int64_t skipped = 0, resynced = 0;
@@ -44,7 +45,7 @@ struct Side {
     params.emplace_back(c, n, misalign, watched);
     params.back().param.Fill(static_cast<uint32_t>(params.size() * 7 + static_cast<size_t>(n)));
   }
-  // Checksums of the weights as they are, by the CPU.
+  // Recomputes the checksums of the weights as they are, on the CPU.
   void Renew() {
     for (Watched &w : params) {
       if (w.checksums.size() == 0) continue;
@@ -53,7 +54,7 @@ struct Side {
       ASSERT_EQ(tx_master_checksum(1, &weights, &master, &seen, TX_CHECKSUM_RENEW, {}, nullptr, nullptr), TX_OK);
     }
   }
-  // What a step may change.
+  // Everything that a step may change.
   std::vector<std::vector<uint8_t>> State() const {
     std::vector<std::vector<uint8_t>> all;
     for (const Watched &w : params) {
@@ -106,7 +107,7 @@ struct Pair {
     call.workspace = workspace.data();
     call.workspace_bytes = static_cast<int64_t>(workspace.size()) * 8;
   }
-  // Both take a step; statuses and messages must be equal.
+  // Takes a step on both sides; statuses and messages must be equal.
   tx_status Take(const tx_adamw_args &like = {}, const tx_adamw_group *group = nullptr) {
     tx_error a = {}, b = {};
     Step to_ours(ours, like, group), to_theirs(theirs, like, group);

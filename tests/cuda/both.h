@@ -1,4 +1,5 @@
-// One operator on the GPU (emulated) and on the CPU, on copies of the same tensors: bytes, guards and messages equal.
+// Runs one operator on the (emulated) GPU and on the CPU with copies of the same tensors: bytes, guards and messages
+// must be equal.
 #ifndef TX_TESTS_CUDA_BOTH_H
 #define TX_TESTS_CUDA_BOTH_H
 
@@ -11,7 +12,7 @@
 #include "csrc/torch_ext_cuda.h"
 #include "tests/core/arrays.h"
 
-// How many processors a device has, and how many blocks run on each: no bit may depend on them.
+// The number of processors of a device, and of blocks on each: results must not depend on them.
 struct Grid {
   int processors, blocks_per_processor;
 };
@@ -22,7 +23,7 @@ inline void Arrange(const Grid &grid = {3, 2}) {
   emulated::Use(grid.processors, grid.blocks_per_processor);
 }
 
-// For the current device.
+// A call on the current device.
 inline const tx_cuda_call *Call() {
   static tx_cuda_call call = TX_CUDA_CALL_INIT;
   call.device = emulated::world.current;
@@ -42,7 +43,7 @@ inline void ExpectSameBytes(const std::vector<Array> &ours, const std::vector<Ar
     ASSERT_EQ(ours[i].raw(), theirs[i].raw()) << "tensor " << i << " of " << ours[i].size() << " elements";
 }
 
-// int64 values at an address that atomics take.
+// int64 values at an address that is aligned for atomics.
 class AlignedCounts : public Array {
  public:
   explicit AlignedCounts(const std::vector<int64_t> &values) : Array(TX_I64, static_cast<int64_t>(values.size()), 0) {
@@ -56,7 +57,8 @@ inline AlignedCounts ZeroStats() {
   return AlignedCounts(std::vector<int64_t>(TX_STATS_LEN, 0));
 }
 
-// Calls that must fail alike: each takes a tx_error *. Nothing is launched, `written` does not change by a byte.
+// Both calls, each of which takes a tx_error *, must fail with the same message. Nothing is launched, and `written`
+// keeps every byte.
 template <typename Ours, typename Theirs>
 void ExpectRefusedAlike(Ours ours, Theirs theirs, const std::vector<const Array *> &written) {
   std::vector<std::vector<uint8_t>> before;

@@ -1,4 +1,4 @@
-// tx_cuda_bucket_pack and tx_cuda_bucket_unpack against the CPU's, bit for bit.
+// tx_cuda_bucket_pack and tx_cuda_bucket_unpack must have the CPU's bits.
 #include "tests/core/bucket_layouts.h"
 #include "tests/core/wires.h"
 #include "tests/cuda/both.h"
@@ -11,7 +11,7 @@ struct Packing {
   Layout layout;
   tx_bucket_pack_args args = TX_BUCKET_PACK_ARGS_INIT;
 
-  // Gradients of all dtypes. any_bytes: NaN, Inf and subnormals too.
+  // Gradients of all dtypes. any_bytes: also NaN, Inf and subnormals.
   Packing(const Layout &l, int64_t misalign, bool any_bytes) : layout(l) {
     for (size_t i = 0; i < layout.numels.size(); i++) {
       grads.emplace_back(kPlain[i % 3], layout.numels[i], misalign);
@@ -40,10 +40,10 @@ TEST_P(EveryLayout, PacksAndUnpacksAsTheCpuDoes) {
   for (const bool any_bytes : {false, true}) {
     Packing packing(layout, misalign, any_bytes);
     for (const int32_t rounding : {TX_NEAREST, TX_DITHERED, TX_STOCHASTIC}) {
-      if (rounding != TX_NEAREST && wire != TX_U8) continue; /* looked at only there */
+      if (rounding != TX_NEAREST && wire != TX_U8) continue; /* only these use the rounding */
       Arrange();
       Wire ours(wire, layout.bucket, misalign), theirs(wire, layout.bucket, misalign);
-      ours.data.FillBytes(1); /* what the last use left */
+      ours.data.FillBytes(1); /* the contents of an earlier use */
       theirs.data.FillBytes(1);
       ours.scales.FillBytes(2);
       theirs.scales.FillBytes(2);
@@ -99,7 +99,7 @@ TEST(Pack, PlainBucketsTakeAnyOffset) {
 TEST(Pack, SameDtypeKeepsEveryBit) {
   for (const tx_dtype dtype : kPlain) {
     Array grad(dtype, 5000), bucket(dtype, 5000);
-    grad.FillBytes(8); /* NaN payloads and signalling NaNs included */
+    grad.FillBytes(8); /* including NaN payloads and signalling NaNs */
     const tx_tensor tensor = grad.tensor();
     const int64_t offset = 0;
     tx_bucket_pack_args args = TX_BUCKET_PACK_ARGS_INIT;

@@ -1,4 +1,4 @@
-// tx_cuda_cast against the CPU's: every form to every other, by every rounding, bit for bit.
+// tx_cuda_cast must have the CPU's bits, from every form to every other, with every rounding.
 extern "C" {
 #include "csrc/core/forms.h"
 }
@@ -10,7 +10,7 @@ struct Form {
   const char *name;
   tx_dtype dtype;
   bool scaled;
-  tx_format format; /* plain forms: any */
+  tx_format format; /* plain forms: ignored */
 };
 const std::vector<Form> kForms = {
 #define TX_FORM_(index, name, ...) {#name, TX_##name, false, TX_FORMAT_SIGNED},
@@ -53,7 +53,7 @@ struct Casting {
   }
 };
 
-// Tensors of all sizes in a form: encoded gradients, or any bytes at all.
+// Tensors of all sizes in a form: encoded gradients, or any bytes.
 std::vector<Formed> Sources(const Form &form, int64_t misalign, bool any_bytes) {
   std::vector<Formed> sources;
   for (const int64_t n : kSizes) {
@@ -79,7 +79,7 @@ std::vector<Formed> Sources(const Form &form, int64_t misalign, bool any_bytes) 
   return sources;
 }
 
-// All that one call can mean: it has one format.
+// All pairs of forms that one call can convert: a call has only one block format.
 std::vector<std::tuple<Form, Form>> Pairs() {
   std::vector<std::tuple<Form, Form>> pairs;
   for (const Form &from : kForms) {
@@ -122,7 +122,8 @@ INSTANTIATE_TEST_SUITE_P(Forms, EveryPair, testing::ValuesIn(Pairs()), [](const 
   return std::string(std::get<0>(info.param).name) + "_to_" + std::get<1>(info.param).name;
 });
 
-// Where the largest code is half the format's all are doubled: an amax just above half of what a scale reaches.
+// If rounding leaves the largest code at half of the format's maximum, all codes are doubled. This happens for an amax
+// just above half of what a scale can represent.
 TEST(Cast, CodesAreDoubledWhereRoundingLeavesHalf) {
   for (const Form &form : kForms) {
     if (!form.scaled) continue;
@@ -131,7 +132,7 @@ TEST(Cast, CodesAreDoubledWhereRoundingLeavesHalf) {
       values.emplace_back(Form{"", TX_F32, false, TX_FORMAT_SIGNED}, 128, 0);
       ours.emplace_back(form, 128, 0);
       theirs.emplace_back(form, 128, 0);
-      /* half of MAX, and a little */
+      /* from slightly below to slightly above half of MAX */
       const float max = form.dtype == TX_F16 ? 65504.0f : form.format == TX_FORMAT_SQRT ? 496.0f : 448.0f;
       const float x = 0.5f * max * (1.0f + 1e-6f * static_cast<float>(k - 5));
       for (int64_t i = 0; i < 128; i++)

@@ -1,4 +1,5 @@
-// Copies between the host and an (emulated) device: copies in the order of streams and events, devices, failures.
+// Copies between the host and an (emulated) device: their order over streams and events, the current device, and
+// failures.
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
@@ -25,7 +26,7 @@ class CopyStreams : public testing::Test {
   tx_error error_ = {};
 };
 
-// As a device has it: copies are done late, and only what is waited for.
+// As on a device, copies are made late, and only those that something waits for.
 TEST_F(CopyStreams, TheStepHasTheBitsOfTheStepInPlace) {
   for (const Combo &c : {kF32, kBf16, kRemainder, kBlocks}) {
     for (const int64_t n_threads : {1, 3}) {
@@ -88,7 +89,7 @@ TEST_F(CopyStreams, WorkOnTheirDeviceAndPutTheCurrentOneBack) {
   tx_cuda_copies_free(&copy_ops);
 }
 
-// As rank 3 uses them, from threads of torch's pool and from whichever collects garbage.
+// As on rank 3, from threads of torch's pool and from the thread that collects garbage.
 TEST_F(CopyStreams, ThreadsWithoutADeviceMakeNoContextOnAnotherOne) {
   emulated::world.devices = 4;
   ASSERT_EQ(cudaSetDevice(3), cudaSuccess);

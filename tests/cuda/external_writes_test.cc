@@ -1,4 +1,4 @@
-// Noticing writes by others on the device: the CPU's counts, masters and checksums, byte for byte.
+// Detecting external writes on the device: the counts, masters and checksums must be the CPU's, byte for byte.
 #include "tests/cuda/adamw_pair.h"
 
 namespace {
@@ -22,7 +22,7 @@ class Checksums : public testing::TestWithParam<Combo> {
   }
   void TearDown() override { emulated::world = emulated::World(); }
 
-  // In every third parameter: its first weight, its last and some between.
+  // Writes to every third parameter: its first and last weight, and some between.
   void WriteSome() {
     for (Side *side : {&pair_.ours, &pair_.theirs}) {
       for (size_t i = 0; i < side->params.size(); i += 3) {
@@ -32,7 +32,7 @@ class Checksums : public testing::TestWithParam<Combo> {
       }
     }
   }
-  // Both sides through tx_master_checksum; the counts.
+  // Runs tx_master_checksum on both sides; returns the counts.
   std::vector<int64_t> Look(int32_t mode) {
     std::vector<int64_t> counts[2];
     for (int side = 0; side < 2; side++) {
@@ -133,7 +133,7 @@ TEST_P(Resync, HasTheCpusMastersAndCounts) {
       for (Watched &w : of.params) {
         Bytes &weights = w.param.param;
         for (int64_t i = 0; i < weights.size(); i++)
-          if (random() % 8 == 0) weights.data()[i] = static_cast<uint8_t>(random());  // NaNs and zeros among them
+          if (random() % 8 == 0) weights.data()[i] = static_cast<uint8_t>(random());  // including NaNs and zeros
         if (GetParam().master == TX_I16)
           for (int64_t i = 0; i < w.param.master.size(); i++)
             w.param.master.data()[i] = random() % 3 ? 0 : static_cast<uint8_t>(random());

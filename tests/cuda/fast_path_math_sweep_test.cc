@@ -1,5 +1,5 @@
-// Roots and quotients are rounded to nearest, whatever estimate within its documented error they start from; and what
-// tells remainders of half a unit from others misses none.
+// The fast roots and quotients must be rounded to nearest, for every estimate within the documented error of the
+// hardware instruction. And the check for remainders of half a unit must find all of them.
 #include "cuda/fast_path_math.h"
 
 #include <gtest/gtest.h>
@@ -10,7 +10,7 @@
 
 namespace {
 
-// The estimates' neighbours, found without a call.
+// The adjacent floats, inline for speed.
 float Next(float x) {
   return tx_f32_from_bits(tx_bits_from_f32(x) + 1);
 }
@@ -18,9 +18,9 @@ float Before(float x) {
   return tx_f32_from_bits(tx_bits_from_f32(x) - 1);
 }
 
-// Two binades have every root's mantissa. PTX: the largest relative error of rsqrt.approx is 2^-22.9. The sequence is
-// the one that nvcc makes of sqrtf, so the two estimates that it fails with, both at the end of that range, are not
-// given.
+// Two binades contain every mantissa of a root. PTX documents a largest relative error of 2^-22.9 for rsqrt.approx. The
+// sequence is the one that nvcc generates for sqrtf. It fails for two estimates, both at the end of that range, so the
+// instruction does not return them.
 TEST(QuickMath, ARootIsRoundedToNearestFromEveryEstimate) {
   const double error = std::exp2(-22.9);
   int64_t tried = 0, wrong = 0;
@@ -46,7 +46,7 @@ TEST(QuickMath, ARootIsRoundedToNearestAtEveryExponent) {
     }
 }
 
-// What cannot be told apart by its root from what is in range would be taken for right.
+// If a root did not show that its argument is out of range, a wrong result would be used.
 TEST(QuickMath, RootsBeyondTheRangeShowThatTheyAre) {
   for (float x : {0.0f, -0.0f, 1e-45f, 1e-40f, 1e-38f, std::ldexp(1.0f, -101)}) {
     const float root = tx_quick_root(x);
@@ -56,11 +56,11 @@ TEST(QuickMath, RootsBeyondTheRangeShowThatTheyAre) {
     EXPECT_TRUE(std::isnan(tx_quick_root(x))) << x;
 }
 
-// A quotient a / b is the harder the nearer it is to the middle between two floats. As integers of 24 bits, with
-// 2 M + 1 the middle: 2^24 a - (2 M + 1) b = n (2^25 a, where a < b), and what the sequence adds last is wrong by less
-// than |n| = 7 is off the middle. For each b all the a with small n are solved for. PTX: rcp.approx is within a unit in
-// the last place. The sequence is the one that nvcc makes of a division: the one estimate that it fails with, of the
-// largest mantissa, is not given.
+// A quotient a / b is the harder to round the closer it is to the middle between two floats. With integers of 24 bits
+// and the middle 2 M + 1: 2^24 a - (2 M + 1) b = n (2^25 a if a < b). The error before the last addition of the
+// sequence is less than that of a quotient with |n| = 7. So for each b this solves for all a with small n. PTX
+// documents an error of at most one unit in the last place for rcp.approx. The sequence is the one that nvcc generates
+// for a division. It fails for one estimate, of the largest mantissa, so the instruction does not return it.
 TEST(QuickMath, AQuotientIsRoundedToNearestFromEveryEstimate) {
   constexpr int kLargest = 7;
   int64_t tried = 0, wrong = 0;

@@ -1,4 +1,4 @@
-// cuda/grid.h: whatever the tensors, the tile and the grid, each element is visited exactly once.
+// cuda/grid.h: each element must be visited exactly once, for any tensors, tiles and grids.
 #include "cuda/grid.h"
 
 #include <gtest/gtest.h>
@@ -11,14 +11,14 @@
 namespace {
 
 struct Entry {
-  int64_t before = -1;  // so that numel is not the first field's neighbour by accident
+  int64_t before = -1;  // so that numel is not adjacent to the first field by accident
   int64_t numel;
   Entry(int64_t n = 0) : numel(n) {}
 };
 struct Common {};
 using Table = tx_table<Common, Entry>;
 
-// Every (block, thread, iteration) of a launch of `warps` warps; how often each element of each tensor was visited.
+// How often each element of each tensor is visited by all (block, thread, iteration) of a launch of `warps` warps.
 using Share = tx_share (*)(int32_t tile_count, int32_t round, uint32_t lane);
 
 std::vector<std::vector<int>> Visits(const Table &table, int64_t warps, Share share_of, int32_t rounds) {

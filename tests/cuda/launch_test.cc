@@ -1,4 +1,4 @@
-// What a call says of its device before it launches anything.
+// What a call checks about its device before it launches anything, and how it reports problems.
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
@@ -40,7 +40,8 @@ TEST_F(Launch, RunsOnTheDeviceOfTheCallAndPutsTheCurrentOneBack) {
   EXPECT_EQ(emulated::world.synchronisations, 0);
 }
 
-// A thread of another rank's process that never chose a device: "back" would be device 0, with a context of its own.
+// A thread of another rank's process that never chose a device: "restoring" its device would select device 0 and create
+// a context there.
 TEST_F(Launch, AThreadWithoutADeviceMakesNoContextOnAnotherOne) {
   emulated::world.devices = 4;
   for (int call = 0; call < 2; call++)
@@ -66,7 +67,7 @@ TEST_F(Launch, AThreadWhoseDeviceIsInUseGoesOnThere) {
     }).join();
 }
 
-// Nothing can be asked: a device is put back, as ever.
+// If the driver cannot be asked, the device is always restored.
 TEST_F(Launch, WhereTheDriverDoesNotTellTheCurrentDeviceIsPutBack) {
   emulated::world.devices = 4;
   emulated::world.driver_answers = false;
@@ -91,8 +92,8 @@ TEST_F(Launch, TheCaptureModeOfAThreadIsExchanged) {
   EXPECT_EQ(emulated::world.contexts, 0u);
 }
 
-// Kernels are loaded when they are first asked for, which ends other threads' captures, and this one's, unless the
-// thread is relaxed about it. It is put back as it was, after failures, too.
+// Loading a kernel at its first use would invalidate captures of other threads, and of this one, unless the thread is
+// in relaxed mode. The mode is restored afterwards, also after failures.
 TEST_F(Launch, AKernelIsFirstLoadedWithinACapture) {
   emulated::world.capturing = true;
   EXPECT_EQ(tx_cuda_check_device(0, &error_), TX_OK) << Message();
@@ -132,7 +133,7 @@ TEST_F(Launch, AGridHasTheBlocksThatRunAtATime) {
     }
 }
 
-// 32 KiB of parameters are for many tensors.
+// The 32 KiB of parameters are only used for many tensors.
 TEST_F(Launch, ACallOfFewTensorsHasSmallParameters) {
   for (const int64_t n : {1, 16, 17, 300}) {
     emulated::world = emulated::World();
@@ -153,7 +154,7 @@ TEST_F(Launch, ACallOfFewTensorsHasSmallParameters) {
   }
 }
 
-// Devices that were found fit are not looked at again, so each of these has an ordinal of its own.
+// A device that was found usable is not checked again, so each of these has its own ordinal.
 TEST_F(Launch, ADeviceWithoutABuiltArchitectureIsNamedWithThoseBuilt) {
   emulated::world.devices = 10;
   emulated::world.major = 7;
@@ -162,7 +163,7 @@ TEST_F(Launch, ADeviceWithoutABuiltArchitectureIsNamedWithThoseBuilt) {
   EXPECT_EQ(Message(), "device 5 is sm_75; this library was built for sm_80 sm_90 sm_100 and PTX of 10.0");
   EXPECT_TRUE(Untouched());
   emulated::world.major = 8;
-  emulated::world.minor = 9;  // runs what was built for 8.0
+  emulated::world.minor = 9;  // runs code that was built for 8.0
   EXPECT_EQ(Accumulate(6), TX_OK) << Message();
   emulated::world.major = 12;  // runs the PTX
   EXPECT_EQ(Accumulate(7), TX_OK) << Message();
@@ -186,7 +187,7 @@ TEST_F(Launch, AnErrorOfEarlierWorkIsReportedAsSuch) {
   EXPECT_TRUE(Untouched());
 }
 
-// Some error that somebody never asked for, and that stops nothing.
+// An error that another caller did not read, and that does not prevent further work.
 TEST_F(Launch, AnErrorThatIsNotFatalIsToldOnce) {
   emulated::world.left = cudaErrorPeerAccessAlreadyEnabled;
   EXPECT_EQ(Accumulate(), TX_ERROR_BAD_STATE);

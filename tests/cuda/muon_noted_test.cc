@@ -1,31 +1,31 @@
-// What tx_cuda_muon_update leaves behind beside states has the CPU's bits: changes, bounds, distances, averages, sums.
+// tx_cuda_muon_update's optional outputs must have the CPU's bits: changes, bounds, distances, averages, sums.
 #include <random>
 
 #include "tests/cuda/muon_update_pair.h"
 
 namespace {
 
-enum class Kept { kNone, kBf16, k24, kF32 };
+enum class EmaFormat { kNone, kBf16, k24, kF32 };
 
 struct Asked {
   bool changed = true, moved = true, distances = true, health = true;
-  Kept ema = Kept::k24;
+  EmaFormat ema = EmaFormat::k24;
 };
 
-// One side's, with what it leaves behind.
+// One side with its optional outputs.
 struct Noting : Update {
   std::vector<Array> changed, moved, distances, emas, lows, healths;
   std::vector<tx_tensor> left[6];
 
   Noting(const Weight &w, tx_dtype update, int64_t misalign, const Asked &asked = {}) : Update(w, update, misalign) {
-    const bool averages = asked.ema != Kept::kNone && (w.param == TX_F32 || w.master != TX_NONE);
+    const bool averages = asked.ema != EmaFormat::kNone && (w.param == TX_F32 || w.master != TX_NONE);
     for (const Array &param : params) {
       const int64_t n = param.size();
       changed.emplace_back(TX_U8, asked.changed ? (n + 7) / 8 : 0, misalign);
       moved.emplace_back(TX_BF16, asked.moved ? tx_blocks(n) : 0, misalign);
       distances.emplace_back(TX_U8, asked.distances ? (n + 1) / 2 : 0, misalign);
-      emas.emplace_back(asked.ema == Kept::kF32 ? TX_F32 : TX_BF16, averages ? n : 0, misalign);
-      lows.emplace_back(TX_U8, averages && asked.ema == Kept::k24 ? n : 0, misalign);
+      emas.emplace_back(asked.ema == EmaFormat::kF32 ? TX_F32 : TX_BF16, averages ? n : 0, misalign);
+      lows.emplace_back(TX_U8, averages && asked.ema == EmaFormat::k24 ? n : 0, misalign);
       healths.emplace_back(TX_I64, asked.health && n ? TX_HEALTH_LEN : 0, 0);
     }
     args.ema_decay = 0.9;
@@ -38,8 +38,9 @@ struct Noting : Update {
     args.emas = left[3].data(), args.ema_lows = left[4].data(), args.healths = left[5].data();
     return Update::Args();
   }
-  // Matrices of any numbers of elements, one alone among them, whose rates are sometimes those of the one before.
-  void CutAnew(uint32_t seed) {
+  // Cuts the tensors into matrices of any size, including one of a single element. Some have the rates of the matrix
+  // before.
+  void CutIntoMatrices(uint32_t seed) {
     std::mt19937 random(seed);
     parts.clear(), rates.clear();
     for (size_t t = 0; t < params.size(); t++) {
@@ -70,7 +71,7 @@ void ExpectSame(const Noting &ours, const Noting &theirs) {
   ExpectSameBytes(ours.healths, theirs.healths);
 }
 
-// Both step, to updates of that size.
+// Both sides take a step with updates of the given size.
 void Step(Noting *ours, Noting *theirs, uint32_t seed, float size = 1.0f) {
   for (Noting *u : {ours, theirs})
     for (size_t i = 0; i < u->updates.size(); i++)
@@ -90,7 +91,7 @@ TEST_P(EveryNoting, LeavesTheCpusBitsBehind) {
       Noting ours(weight, update, misalign), theirs(weight, update, misalign);
       for (uint32_t step = 0; step < 4; step++) {
         for (Noting *u : {&ours, &theirs}) {
-          u->args.on_external_write = step == 0 ? TX_EXTERNAL_IGNORE : external;  // the first makes checksums
+          u->args.on_external_write = step == 0 ? TX_EXTERNAL_IGNORE : external;  // the first step makes the checksums
           u->args.ema_every = misalign == 1 ? 2 : 1;
           if (step == 2) u->Spoil();
         }
@@ -112,7 +113,7 @@ TEST_P(EveryNoting, OfMatricesThatAreCutAnyhow) {
     SCOPED_TRACE(testing::Message() << "seed " << seed);
     Arrange(kGrids[seed % 3]);
     Noting ours(weight, update, seed % 3), theirs(weight, update, seed % 3);
-    ours.CutAnew(seed), theirs.CutAnew(seed);
+    ours.CutIntoMatrices(seed), theirs.CutIntoMatrices(seed);
     for (uint32_t step = 0; step < 2; step++)
       Step(&ours, &theirs, 10 * seed + step);
     ExpectSame(ours, theirs);
@@ -123,9 +124,9 @@ TEST_P(EveryNoting, OfMatricesThatAreCutAnyhow) {
 TEST_P(EveryNoting, EachAlone) {
   const auto &[weight, update] = GetParam();
   const Asked alone[] = {
-      {true, false, false, false, Kept::kNone},  {true, true, false, false, Kept::kNone},
-      {true, false, true, false, Kept::kNone},   {false, false, false, true, Kept::kNone},
-      {false, false, false, false, Kept::kBf16}, {false, false, false, false, Kept::kF32},
+      {true, false, false, false, EmaFormat::kNone},  {true, true, false, false, EmaFormat::kNone},
+      {true, false, true, false, EmaFormat::kNone},   {false, false, false, true, EmaFormat::kNone},
+      {false, false, false, false, EmaFormat::kBf16}, {false, false, false, false, EmaFormat::kF32},
   };
   for (const Asked &asked : alone) {
     Arrange();
@@ -147,7 +148,7 @@ INSTANTIATE_TEST_SUITE_P(Muon, EveryNoting,
 
 TEST(Noting, TakesOneLaunchBesideCountingAndChecksums) {
   Arrange();
-  Noting plain({TX_F32, TX_NONE}, TX_F32, 0, {false, false, false, false, Kept::kNone}),
+  Noting plain({TX_F32, TX_NONE}, TX_F32, 0, {false, false, false, false, EmaFormat::kNone}),
       noted({TX_F32, TX_NONE}, TX_F32, 0);
   const auto launches = [](Noting *of) {
     emulated::world.launches = 0;

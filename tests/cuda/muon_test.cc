@@ -1,9 +1,9 @@
-// tx_cuda_muon_momentum and tx_cuda_muon_update against the CPU's: every combination of dtypes, bit for bit.
+// tx_cuda_muon_momentum and tx_cuda_muon_update must have the CPU's bits, for every combination of dtypes.
 #include "tests/cuda/muon_update_pair.h"
 
 namespace {
 
-// -- momentum --------------------------------------------------------------------------------------------------------
+// -- momentum ---------------------------------------------------------------------------------------------------------
 
 struct Momentum {
   std::vector<Array> grads, momentums, scales, works, steps;
@@ -56,11 +56,11 @@ TEST_P(EveryMomentum, EqualsTheCpuBitForBit) {
           m->args.nesterov = misalign != 1;
         }
         Arrange(kGrids[static_cast<size_t>(misalign)]);
-        for (int step = 0; step < 3; step++) {  // the last on gradients of any bits
+        for (int step = 0; step < 3; step++) {  // the last step has gradients of any bits
           for (Momentum *m : {&ours, &theirs})
             for (size_t i = 0; step == 2 && i < m->grads.size(); i++)
               m->grads[i].FillBytes(static_cast<uint32_t>(i) + 9);
-          if (step == 2 && grad == TX_F32) break;  // whose NaNs' payloads a GPU does not keep
+          if (step == 2 && grad == TX_F32) break;  // a GPU does not keep the payloads of fp32 NaNs
           EXPECT_OK([&](tx_error *e) { return tx_cuda_muon_momentum(ours.Args(), Call(), e); });
           EXPECT_OK([&](tx_error *e) { return tx_muon_momentum(theirs.Args(), nullptr, e); });
           ExpectSameBytes(ours.momentums, theirs.momentums);
@@ -83,7 +83,7 @@ INSTANTIATE_TEST_SUITE_P(, EveryMomentum,
                                   DtypeName(std::get<2>(c.param));
                          });
 
-// -- update ----------------------------------------------------------------------------------------------------------
+// -- update -----------------------------------------------------------------------------------------------------------
 
 class EveryUpdate : public testing::TestWithParam<std::tuple<Weight, tx_dtype>> {};
 
@@ -97,7 +97,8 @@ TEST_P(EveryUpdate, EqualsTheCpuBitForBit) {
         for (int step = 0; step < 3; step++) {
           for (Update *u : {&ours, &theirs}) {
             u->args.weight_rounding = rounding;
-            u->args.on_external_write = step == 0 ? TX_EXTERNAL_IGNORE : external;  // the first makes checksums
+            u->args.on_external_write =
+                step == 0 ? TX_EXTERNAL_IGNORE : external;  // the first step makes the checksums
             for (size_t i = 0; i < u->updates.size(); i++)
               u->updates[i].Fill(static_cast<uint32_t>(step) + static_cast<uint32_t>(i));
             if (step == 2) u->Spoil();
@@ -122,7 +123,7 @@ INSTANTIATE_TEST_SUITE_P(, EveryUpdate, testing::Combine(testing::ValuesIn(kWeig
                                   DtypeName(std::get<1>(c.param));
                          });
 
-// -- what is refused -------------------------------------------------------------------------------------------------
+// -- rejected calls ---------------------------------------------------------------------------------------------------
 
 TEST(Muon, RefusesWhatTheCpuRefuses) {
   Arrange();
@@ -149,7 +150,7 @@ TEST(Muon, LooksWithoutSteppingWhereThatIsAsked) {
   Arrange();
   Update u({TX_BF16, TX_I16}, TX_BF16, 0);
   const auto call = [&](tx_error *e) { return tx_cuda_muon_update(u.Args(), &u.call, e); };
-  EXPECT_OK(call);  // makes checksums
+  EXPECT_OK(call);  // makes the checksums
   u.args.on_external_write = TX_EXTERNAL_CHECK;
   EXPECT_OK(call);
   u.Spoil();

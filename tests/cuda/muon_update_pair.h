@@ -13,7 +13,7 @@ struct Weight {
 inline const std::vector<Weight> kWeights = {{TX_F32, TX_NONE}, {TX_BF16, TX_NONE}, {TX_F16, TX_NONE},
                                              {TX_BF16, TX_F32}, {TX_F16, TX_F32},   {TX_BF16, TX_I16}};
 
-// One side's arguments: tensors of every size, each of some matrices.
+// The arguments of one side: tensors of every size, each with several matrices.
 struct Update {
   std::vector<Array> params, updates, masters, checksums, steps;
   AlignedCounts resynced{std::vector<int64_t>{0}};
@@ -37,7 +37,7 @@ struct Update {
       for (int64_t i = 0; w.master == TX_F32 && i < n; i++)
         masters[t].Set(i, params[t].Get(i));
       int64_t last = -1;
-      for (const int64_t begin : {int64_t{0}, n / 7, n / 2, n - 1}) {  // anywhere, in vectors and blocks, too
+      for (const int64_t begin : {int64_t{0}, n / 7, n / 2, n - 1}) {  // anywhere, also inside vectors and blocks
         if (begin <= last || begin >= n) continue;
         parts.push_back({static_cast<int64_t>(t), last = begin});
         rates.push_back({0.02 + 0.001 * static_cast<double>(parts.size()), 1e-3});
@@ -65,7 +65,7 @@ struct Update {
     args.seed = 5;
     return &args;
   }
-  // Somebody else writes to weights: to those of some tensors all of them, so that every sample shows it.
+  // External writes to all weights of every third tensor, so that every sample shows one.
   void Spoil() {
     for (size_t t = 0; t < params.size(); t += 3)
       for (int64_t i = 0; i < params[t].size(); i++)
@@ -73,7 +73,7 @@ struct Update {
   }
 };
 
-// What both have written.
+// Compares everything that both sides have written.
 inline void ExpectSameUpdates(const Update &ours, const Update &theirs) {
   ExpectSameBytes(ours.params, theirs.params);
   ExpectSameBytes(ours.masters, theirs.masters);

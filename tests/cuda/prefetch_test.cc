@@ -1,4 +1,5 @@
-// What a step asks for ahead of reading it: whole vectors of its streams, each once, and no more than L2 takes.
+// What a step prefetches: whole vectors of the streams that it reads, each once, and never more than a part of the L2
+// cache.
 #include <algorithm>
 #include <map>
 #include <utility>
@@ -25,7 +26,7 @@ struct Stream {
   int64_t bytes;
 };
 
-// Those that the step reads.
+// The streams that the step reads.
 std::vector<Stream> StreamsOf(Param &p) {
   std::vector<Stream> streams;
   for (Bytes *bytes : {&p.grad, &p.exp_avg, &p.exp_avg_sq})
@@ -64,7 +65,7 @@ TEST_P(Prefetch, EveryByteIsAskedForOnceButWhatAWarpBeginsWith) {
         ASSERT_TRUE(!begins_here || from + bytes <= stream.data + stream.bytes) << "beyond the tensor";
       }
     }
-  // 4 blocks of 8 warps begin with up to 1024 elements each, which nobody asked for.
+  // Each of the 4 blocks of 8 warps begins with up to 1024 elements, which nothing prefetches.
   int64_t widest = 0;
   for (const Stream &stream : StreamsOf(pair.ours.params[0].param))
     widest += stream.bytes / 90000;
@@ -73,8 +74,8 @@ TEST_P(Prefetch, EveryByteIsAskedForOnceButWhatAWarpBeginsWith) {
   EXPECT_GT(Sum(asked), all / 2);
 }
 
-// All warps of an H100 or H200 (132 processors, two blocks of eight each) are one piece ahead, and read another: half
-// of 50 MB.
+// On an H100 or H200 (132 processors, two blocks of eight warps each) every warp prefetches one piece while it reads
+// another. This may take half of the 50 MB.
 TEST_P(Prefetch, WhatIsAheadIsAPartOfL2) {
   Pair pair;
   pair.Add(GetParam(), 90000);

@@ -1,4 +1,4 @@
-// tx_cuda_bucket_reduce against the CPU's, bit for bit, whatever the grid.
+// tx_cuda_bucket_reduce must have the CPU's bits, on any grid.
 #include <limits>
 
 #include "tests/core/wires.h"
@@ -26,8 +26,8 @@ struct Reducing {
   }
 };
 
-// What `n_ranks` ranks sent. Sizes differ, so that the order of additions tells; rank 1 has a NaN, rank 2 an Inf at the
-// very end, where a block of codes is NaN beyond the tensor, too.
+// The chunks of `n_ranks` ranks. Magnitudes differ, so another order of additions would give other sums. Rank 1 has a
+// NaN. Rank 2 has an Inf at the very end, whose block of codes is NaN beyond the end of the tensor, too.
 std::vector<Wire> Chunks(tx_dtype wire, int64_t n, int64_t misalign, uint32_t n_ranks) {
   std::vector<Wire> chunks;
   for (uint32_t rank = 0; rank < n_ranks; rank++) {
@@ -77,7 +77,7 @@ TEST_P(EveryWire, AddsInRankOrderRoundsOnceAndCountsWhatIsStored) {
   }
 }
 
-// Every code, NaN, Inf and subnormal.
+// Every code, and NaN, Inf and subnormals.
 TEST_P(EveryWire, AnyBytesAtAll) {
   const auto [wire, shard_dtype, misalign] = GetParam();
   for (const int32_t accumulate : {0, 1}) {

@@ -1,17 +1,17 @@
-// tx_cuda_master_encode and tx_cuda_master_decode against the CPU's, bit for bit.
+// tx_cuda_master_encode and tx_cuda_master_decode must have the CPU's bits.
 #include "tests/cuda/both.h"
 
 namespace {
 
 struct Lists {
   std::vector<Array> masters, params, remainders;
-  // Any bytes: every NaN, every subnormal, ties.
+  // Any bytes: every kind of NaN, subnormals, ties.
   Lists(int64_t misalign, uint32_t seed) {
     for (const int64_t n : kSizes) {
       masters.emplace_back(TX_F32, n, misalign).FillBytes(seed);
       params.emplace_back(TX_BF16, n, misalign).FillBytes(seed + 1);
       remainders.emplace_back(TX_I16, n, misalign).FillBytes(seed + 2);
-      for (int64_t i = 0; i < n; i += 7) { /* the upper tie, and remainders beside zeros */
+      for (int64_t i = 0; i < n; i += 7) { /* the upper tie, and remainders of zeros */
         masters.back().SetWord(i, masters.back().Word<uint32_t>(i) << 16 | 0x8000u);
         params.back().SetWord(i, static_cast<uint16_t>(i % 2 ? 0x8000 : 0));
         if (i % 3 == 0) remainders.back().SetWord(i, static_cast<int16_t>(-32768));

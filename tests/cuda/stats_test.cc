@@ -1,4 +1,4 @@
-// tx_cuda_grad_stats and tx_cuda_grad_norm against the CPU's, bit for bit, whatever the grid.
+// tx_cuda_grad_stats and tx_cuda_grad_norm must have the CPU's bits, on any grid.
 #include <limits>
 #include <random>
 
@@ -31,7 +31,7 @@ void AddOnCpu(const std::vector<tx_tensor> &grads, Found *found) {
   });
 }
 
-// On every grid, in one launch.
+// Compares on every grid, in one launch each.
 void ExpectSameStats(std::vector<Array> &arrays, const Found &before = Found()) {
   Found theirs = before;
   AddOnCpu(Tensors(arrays), &theirs);
@@ -48,7 +48,7 @@ void ExpectSameStats(std::vector<Array> &arrays, const Found &before = Found()) 
 
 class EveryPlain : public testing::TestWithParam<std::tuple<tx_dtype, int>> {};
 
-// Fill's sizes differ by orders of magnitude within a block, so that another order of additions gives other sums.
+// The magnitudes of Fill differ widely within a block, so another order of additions would give other sums.
 TEST_P(EveryPlain, AllSizesInOneCall) {
   std::vector<Array> arrays;
   for (const int64_t n : kSizes)
@@ -102,8 +102,7 @@ TEST(GradStats, ExtremesAreExact) {
   }
 }
 
-// Sums come into windows of limbs, which move: upwards, downwards, back and forth, past zeros and past what is not
-// finite.
+// Sums are collected in windows of limbs, which move: up, down, back and forth, and past zeros and non-finite blocks.
 TEST_P(EveryPlain, BlocksOfAnySizeBesideEachOther) {
   const float sizes[] = {0.0f, 1e-7f, 1.0f, 3e4f}, far[] = {0.0f, 1e-37f, 1e-18f, 1e-9f, 1.0f, 1e15f, 1e30f};
   const bool narrow = std::get<0>(GetParam()) == TX_F16;
@@ -112,7 +111,7 @@ TEST_P(EveryPlain, BlocksOfAnySizeBesideEachOther) {
     std::vector<Array> arrays;
     for (const int64_t n : {128, 1024, 5000, 70000}) {
       Array &array = arrays.emplace_back(std::get<0>(GetParam()), n, std::get<1>(GetParam()));
-      const uint32_t run = seed ? 1u << (3 * seed) : 1u; /* blocks of one size */
+      const uint32_t run = seed ? 1u << (3 * seed) : 1u; /* number of consecutive blocks of similar values */
       float size = 0;
       for (int64_t i = 0; i < n; i++) {
         if (i % (128 * run) == 0) size = narrow ? sizes[random() % 4] : far[random() % 7];
@@ -124,7 +123,7 @@ TEST_P(EveryPlain, BlocksOfAnySizeBesideEachOther) {
   }
 }
 
-// What an all-reduce leaves is carried, with something to add and with nothing.
+// Carries left by an all-reduce are propagated, whether or not there is something to add.
 TEST(GradStats, LimbsAreCarriedAsOnTheCpu) {
   std::vector<Array> arrays;
   arrays.emplace_back(TX_BF16, 20000).Fill(1);
@@ -172,7 +171,8 @@ TEST(GradStats, ThousandsOfTensorsTakeAFewLaunches) {
   EXPECT_LE(emulated::world.launches, 3);
 }
 
-// Tickets come from a ring: once round and on, and from the captured launches' own, the last block is still found.
+// Tickets come from a ring buffer. After one round, and for captured launches, which have their own, the last block
+// must still be recognized.
 TEST(GradStats, TicketsComeBack) {
   std::vector<Array> arrays;
   arrays.emplace_back(TX_BF16, 9 * 1024).Fill(1); /* two blocks */
@@ -231,7 +231,7 @@ TEST(GradStats, RefusesCountersThatAtomicsDoNotTake) {
   EXPECT_EQ(emulated::world.launches, 0);
 }
 
-// -- norm -------------------------------------------------------------------------------------------------------
+// -- norm -------------------------------------------------------------------------------------------------------------
 
 struct Norms {
   Array norm, coef{TX_F32, 1}, found_inf{TX_F32, 1};

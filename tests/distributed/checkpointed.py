@@ -1,4 +1,4 @@
-"""What tests of checkpoints under our strategies save: a model of awkward sizes and its optimizer."""
+"""Builds what the checkpoint tests save: a model of awkward sizes under a strategy, and its AdamW."""
 
 from typing import Any
 
@@ -12,6 +12,7 @@ EIGHT_BIT = {"store_param_remainders": True, "exp_avg_dtype": "fp8", "exp_avg_sq
 
 
 def made(strategy: str, config: dict[str, Any] | None = None, seed: int = 7) -> tuple[Any, Any]:
+    """Returns the model, with weights drawn from `seed`, and its AdamW. config: overrides of the optimizer's policy."""
     chosen = torch_ext.load_policy(
         BF16,
         override_optimizer_config={"main_grads_dtype": FP32, "use_precision_aware_optimizer": True, **(config or {})},
@@ -28,6 +29,8 @@ def made(strategy: str, config: dict[str, Any] | None = None, seed: int = 7) -> 
 
 
 def steps(model: Any, optimizer: Any, which: range) -> None:
+    """Takes the training steps whose numbers are in `which`. A step's gradients depend on its number only and are the
+    same on every rank."""
     for step in which:
         model(noise(step, 0, [p.shape for p in model.parameters()], BF16)).backward()
         optimizer.step()
@@ -35,9 +38,9 @@ def steps(model: Any, optimizer: Any, which: range) -> None:
 
 
 def whole(optimizer: Any) -> dict[Any, dict[str, bytes]]:
-    """The bits of the logical state, on every rank."""
+    """Returns the bytes of the consolidated optimizer state, by parameter and key, on every rank. Collective."""
     consolidated = optimizer.consolidate_state_dict(to=None)
-    optimizer.state_dict()  # that it hands the same out once more is not what is tested here
+    optimizer.state_dict()  # takes the consolidated state, which state_dict() returns once; that is tested elsewhere
     return {
         index: dict(zip(entry, bits([v.clone() for v in entry.values()]), strict=True))
         for index, entry in consolidated["state"].items()

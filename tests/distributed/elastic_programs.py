@@ -1,7 +1,8 @@
-"""Random jobs that are saved, end, and go on as another world under another strategy (test_elastic_programs.py).
+"""Random training jobs that save, end, and resume as another world size under another strategy
+(test_elastic_programs.py).
 
-A program is a model, the groups and options of an optimizer, and steps, drawn from a seed; its gradients are the same
-on every rank, so that one process that never stopped has the bits of every world that goes on.
+A program is drawn from a seed: a model, an optimizer's groups and options, and steps. Gradients are the same on every
+rank. So a single process that never stopped is the reference, and every resumed world must have its bits.
 """
 
 import pathlib
@@ -31,6 +32,7 @@ SHAPES: list[tuple[int, ...]] = [(24, 10), (130,), (700,), (1,), (16, 130), (3, 
 
 class Block(nn.Module):
     def __init__(self, shapes: list[tuple[int, ...]], dtype: torch.dtype, generator: torch.Generator) -> None:
+        """Parameters p0, p1, ...; the gradient of each trained one is exactly the tensor of its name in `grads`."""
         super().__init__()
         for i, shape in enumerate(shapes):
             self.register_parameter(f"p{i}", nn.Parameter(torch.randn(shape, generator=generator).to(dtype)))
@@ -41,7 +43,7 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Parameters whose gradients are given, in units for FSDP2."""
+    """A model of `Block`s, which can be FSDP2 units. `model(grads).backward()` sets the gradients of each block."""
 
     def __init__(self, blocks: list[Block]) -> None:
         super().__init__()
@@ -52,20 +54,24 @@ class Blocks(nn.Module):
 
 
 class Segment(NamedTuple):
+    """The part of a program that one world trains, between two saves."""
+
     strategy: str | None
     steps: range
     way: str
-    """How the next segment gets what this one has."""
+    """How the state is saved here and loaded by the next segment: a key of WAYS."""
     fraction: float
-    """Of the states that are on the host."""
+    """offload_fraction: the fraction of the optimizer state that is on the host."""
     along: str | None
-    """The strategy to which the model and its states are taken before the last step."""
+    """The strategy that the model and the optimizer state are moved to before the last step; None: they stay."""
     frozen: frozenset[str]
     flips: frozenset[str]
-    """What is frozen, or trained again, then."""
+    """Parameters that are frozen or thawed before the last step."""
 
 
 class Program(NamedTuple):
+    """A whole job: one segment for each world size in `worlds`, one act ("step", "clip", ...) for each step."""
+
     seed: int
     worlds: tuple[int, ...]
     blocks: list[list[tuple[int, ...]]]
@@ -80,11 +86,12 @@ class Program(NamedTuple):
 
     @classmethod
     def of(cls, seed: int, worlds: tuple[int, ...]) -> "Program":
+        """Draws the program that belongs to `seed` and the world sizes."""
         draw = random.Random(f"{seed} {worlds}")
         blocks = [[draw.choice(SHAPES) for _ in range(draw.randint(1, 4))] for _ in range(draw.randint(1, 3))]
         names = [f"blocks.{b}.p{i}" for b, shapes in enumerate(blocks) for i in range(len(shapes))]
         dtype = draw.choice([BF16, BF16, BF16, FP32, FP16])
-        # Main gradients of an fp16 model are fp32, in which those of tied weights are added, and alone they are fp16.
+        # Not with fp16: the gradients of tied weights are added in fp32 here, in fp16 by the single process.
         tied = len(blocks) > 1 and dtype != FP16 and draw.random() < 0.15
         if tied:
             blocks[-1][0] = blocks[0][0]
@@ -107,7 +114,7 @@ class Program(NamedTuple):
         return cls(seed, worlds, blocks, tied, dtype, kind, settings, options, groups, segments, acts)
 
     def made(self, segment: Segment, strategy: str | None) -> tuple[Any, Any, Any]:
-        """The model as it is trained, the one in it, and its optimizer."""
+        """Returns the model to call (a DistributedDataParallel or the module itself), the module, and the optimizer."""
         generator = torch.Generator().manual_seed(self.seed)
         plain = Blocks([Block(shapes, self.dtype, generator) for shapes in self.blocks])
         if self.tied:
@@ -120,7 +127,7 @@ class Program(NamedTuple):
             model = nn.parallel.DistributedDataParallel(plain)
             torch_ext.register_comm_hook(model, policy)
         elif strategy is not None:
-            if strategy == FSDP2 and self.seed % 2 and self.dtype != FP16:  # in which FSDP2 would sum
+            if strategy == FSDP2 and self.seed % 2 and self.dtype != FP16:  # FSDP2 would reduce in fp16
                 for block in plain.blocks:
                     torch.distributed.fsdp.fully_shard(block)
                 torch.distributed.fsdp.fully_shard(plain)
@@ -133,7 +140,7 @@ class Program(NamedTuple):
         return model, plain, self.kind([g for g in groups if g["params"]], policy=policy, **options)
 
     def train(self, segment: Segment, model: Any, plain: Any, optimizer: Any, along: bool) -> None:
-        """along: whether the model is data parallel, and taken along."""
+        """Takes the segment's steps. along: whether to change to `segment.along` before the last one."""
         for step in segment.steps:
             if step == segment.steps[-1]:
                 for name, p in plain.named_parameters():
@@ -154,8 +161,11 @@ class Program(NamedTuple):
                 with torch.no_grad():
                     list(plain.parameters())[step % len(list(plain.parameters()))].mul_(1.25)
 
-    def grads(self, step: int, endless: bool) -> list[dict[str, Tensor]]:
-        """bf16 values: their mean over any number of ranks has the same bits."""
+    def grads(self, step: int, infinite: bool) -> list[dict[str, Tensor]]:
+        """Returns gradients that are bf16 values, so that their mean over any number of ranks has the same bits.
+
+        infinite: puts an infinity into one gradient, for steps that must be skipped.
+        """
         generator = torch.Generator().manual_seed(1000 * self.seed + step)
         grads = [
             {
@@ -164,12 +174,13 @@ class Program(NamedTuple):
             }
             for shapes in self.blocks
         ]
-        if endless:
+        if infinite:
             grads[0]["p0"].view(-1)[0] = torch.inf
         return grads
 
 
 def _options(draw: random.Random, names: list[str], dtype: torch.dtype, kind: type) -> dict[str, Any]:
+    """Draws the optimizer's options: states, EMA, keep_32bit, skip_nonfinite."""
     options: dict[str, Any] = {"states": draw.choice(["fp32", "bf16"])}
     if dtype == BF16:
         options["states"] = draw.choice(["bf16", "fp32", "bf16_remainder", "bf16_remainder", "8bit"])
@@ -188,23 +199,25 @@ def _options(draw: random.Random, names: list[str], dtype: torch.dtype, kind: ty
 def _segments(
     draw: random.Random, names: list[str], worlds: tuple[int, ...], strategies: list[str]
 ) -> Iterator[Segment]:
+    """Draws one segment for each world size, with consecutive steps."""
     at, frozen = 0, frozenset(name for name in names[1:] if draw.random() < 0.12)
     ended: set[str] = set()
     for world in worlds:
         steps = range(at, at := at + draw.randint(1, 3))
         strategy = draw.choice([None, *strategies] if world == 1 else strategies)
-        ways = [way for way in WAYS if way != "full" or strategy not in OURS]  # refused by name where they are cut
+        ways = [way for way in WAYS if way != "full" or strategy not in OURS]  # "full" is rejected for sharded state
         along, flips = None, frozenset[str]()
         if strategy in OURS:
             along = draw.choice([None, None, *OURS])
         if along is not None and draw.random() < 0.5:
             flips = frozenset(name for name in names[1:] if draw.random() < 0.3 and name not in ended)
-            ended |= flips - frozen  # torch's get_state_dict leaves their states out
+            ended |= flips - frozen  # torch's get_state_dict leaves out the states of frozen parameters
         yield Segment(strategy, steps, draw.choice(ways), draw.choice([0.0, 0.0, 0.5, 1.0]), along, frozen, flips)
         frozen ^= flips
 
 
 def _groups(draw: random.Random, names: list[str], kind: type) -> list[dict[str, Any]]:
+    """Draws parameter groups that together contain every name once."""
     rest = names[:]
     draw.shuffle(rest)
     groups: list[dict[str, Any]] = []
@@ -222,15 +235,18 @@ def _groups(draw: random.Random, names: list[str], kind: type) -> list[dict[str,
     return groups
 
 
-# -- ways -------------------------------------------------------------------------------------------------------------
+# -- ways to save and load -------------------------------------------------------------------------------------------
 
 
 def _states(model: Any, optimizer: Any, **options: Any) -> dict[str, Any]:
+    """Returns what torch's get_state_dict gives for model and optimizer, under torch_ext's keys."""
     weights, states = get_state_dict(model, optimizer, options=StateDictOptions(**options) if options else None)
     return {"model": weights, "optimizer": states}
 
 
 def _to_folder(writer: Any, **options: Any) -> Callable[..., None]:
+    """Returns a function that saves through torch.distributed.checkpoint with `writer(folder)`."""
+
     def save(model: Any, plain: Any, optimizer: Any, folder: str) -> None:
         dcp.save(_states(model, optimizer, **options), storage_writer=writer(folder), no_dist=not dist.is_initialized())
 
@@ -238,6 +254,8 @@ def _to_folder(writer: Any, **options: Any) -> Callable[..., None]:
 
 
 def _from_folder(reader: Any, **options: Any) -> Callable[..., None]:
+    """Returns a function that loads through torch.distributed.checkpoint with `reader(folder)`."""
+
     def load(model: Any, plain: Any, optimizer: Any, folder: str) -> None:
         state = _states(model, optimizer, **options)
         dcp.load(state, storage_reader=reader(folder), no_dist=not dist.is_initialized())
@@ -253,10 +271,13 @@ def _from_folder(reader: Any, **options: Any) -> Callable[..., None]:
 
 
 def _in_place(model: Any, plain: Any, optimizer: Any, folder: str) -> None:
+    """Loads into the tensors of the state itself, without set_state_dict."""
     dcp.load(_states(model, optimizer), storage_reader=torch_ext.CheckpointReader(folder))
 
 
 def _whole(states: str) -> Callable[..., None]:
+    """Returns a function that saves the consolidated state from rank 0 with torch_ext.save."""
+
     def save(model: Any, plain: Any, optimizer: Any, folder: str) -> None:
         whole = optimizer.consolidate_state_dict(to=0)
         weights = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in plain.state_dict().items()}
@@ -267,18 +288,21 @@ def _whole(states: str) -> Callable[..., None]:
 
 
 def _from_whole(model: Any, plain: Any, optimizer: Any, folder: str) -> None:
+    """Loads what `_whole` saved, on every rank."""
     saved = torch_ext.load(f"{folder}/whole.pt")
     set_model_state_dict(plain, saved["model"], options=StateDictOptions(full_state_dict=True))
     optimizer.load_state_dict(saved["optimizer"])
 
 
 def _full(model: Any, plain: Any, optimizer: Any, folder: str) -> None:
+    """Saves torch's full state dict from rank 0 with torch.save."""
     state = _states(model, optimizer, full_state_dict=True, cpu_offload=True)
     if dist.get_rank() == 0:
         torch.save(state, f"{folder}/full.pt")
 
 
 def _from_full(model: Any, plain: Any, optimizer: Any, folder: str) -> None:
+    """Loads what `_full` saved, on every rank."""
     saved = torch.load(f"{folder}/full.pt", weights_only=True)
     set_state_dict(
         model,
@@ -290,6 +314,7 @@ def _from_full(model: Any, plain: Any, optimizer: Any, folder: str) -> None:
 
 
 def _at_rest(folder: str) -> Any:
+    """Returns a writer that stores the optimizer state in its compressed form."""
     return torch_ext.CheckpointWriter(folder, states="at_rest")
 
 
@@ -312,7 +337,7 @@ WAYS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
 
 
 def found_of(plain: Any, optimizer: Any) -> dict[str, Any]:
-    """The bits of weights and of the logical states of what is trained, and the groups, on every rank. Collective."""
+    """Returns the groups, and the bits of all weights and of trained parameters' logical states. Collective."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     frozen = tuple(f"p{i}: " for i, p in enumerate(params) if not p.requires_grad)
     found = {key: value for key, value in everything(plain, optimizer).items() if not key.startswith(frozen)}
@@ -324,7 +349,7 @@ def found_of(plain: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def alone(rank: int, world: int, seeds: list[int], worlds: tuple[int, ...]) -> list[list[dict[str, Any]]]:
-    """`found_of` at the end of each segment, of one process that never stopped."""
+    """Returns, for each seed, `found_of` at the end of each segment, in one process that never stops."""
     torch.set_num_threads(1)
     found = []
     for seed in seeds:
@@ -339,7 +364,8 @@ def alone(rank: int, world: int, seeds: list[int], worlds: tuple[int, ...]) -> l
 
 
 def segments(rank: int, world: int, seeds: list[int], worlds: tuple[int, ...], at: int, folder: str) -> list[Any]:
-    """Segment `at` of each program: what `found_of` is at its end, or what it raised."""
+    """Trains segment `at` of each program and returns `found_of` at its end. Loads what segment `at` - 1 saved in
+    `folder`, and saves for the next one."""
     torch.set_num_threads(1)
     found: list[Any] = []
     for seed in seeds:

@@ -1,5 +1,5 @@
-"""Small checkpoints in folders, saved and loaded without a process group, and whatever may happen between two
-operations on files."""
+"""Small checkpoints in folders, saved and loaded without a process group, and a fake `os` (`Machine`) with which a test
+acts between any two file operations: kills a process, runs another one, breaks locks."""
 
 import contextlib
 import errno
@@ -22,7 +22,7 @@ from torch_ext.checkpoint import folder as checkpoint_folder
 
 
 def state(seed: int) -> dict[str, Any]:
-    """Of tensors and plain values, all of which depend on the seed."""
+    """Returns a state of tensors and plain values, all of which depend on the seed."""
     chosen = torch.Generator().manual_seed(seed)
     return {
         "model": {
@@ -36,13 +36,14 @@ def state(seed: int) -> dict[str, Any]:
 
 
 def blank(like: Any) -> Any:
-    """The same keys, with zeros and nothing."""
+    """Returns the same keys with zeros for tensors and None for other values."""
     if isinstance(like, dict):
         return {key: blank(value) for key, value in like.items()}
     return torch.zeros_like(like) if isinstance(like, torch.Tensor) else None
 
 
 def bits(value: Any) -> Any:
+    """Returns the value with each tensor replaced by its bytes."""
     if isinstance(value, dict):
         return {key: bits(each) for key, each in value.items()}
     return value.contiguous().view(torch.uint8).numpy().tobytes() if isinstance(value, torch.Tensor) else value
@@ -55,7 +56,7 @@ def save(checkpoint: dict[str, Any], folder: pathlib.Path) -> None:
 
 
 def load_into(target: dict[str, Any], folder: pathlib.Path, **options: Any) -> Any:
-    """The target."""
+    """Loads the folder's checkpoint into `target` and returns `target`."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         dcp.load(target, storage_reader=torch_ext.CheckpointReader(folder, **options), no_dist=True)
@@ -63,17 +64,17 @@ def load_into(target: dict[str, Any], folder: pathlib.Path, **options: Any) -> A
 
 
 def loaded(folder: pathlib.Path) -> Any:
-    """The bits of a state that was saved there."""
+    """Returns the bits of the `state(...)` that was saved in the folder."""
     return bits(load_into(blank(state(0)), folder))
 
 
 class Killed(BaseException):
-    """The process is no more."""
+    """Stands for kill -9: a `Machine.before` raises it, and the simulated process does nothing afterwards."""
 
 
 @contextlib.contextmanager
 def while_metadata_is_read(does: Callable[[], object]) -> Iterator[None]:
-    """Readers of a folder call `does` between reading .metadata and opening the files that it names."""
+    """Within the context, calls `does` when a reader has read .metadata and not yet opened the files it names."""
     parse = folder_metadata.parse
 
     def parsed(raw: bytes, **options: Any) -> Any:
@@ -87,16 +88,19 @@ def while_metadata_is_read(does: Callable[[], object]) -> Iterator[None]:
 
 
 class Machine:
-    """Processes, each a thread or one after the other in the same one, whose operations on files tell `before` what
-    they are about to do. Locks are as `locks` says: "work", "none", or "lie", which gives them to everybody."""
+    """Replaces `os` in torch_ext's checkpoint modules; calls `before(operation, path)` ahead of each file operation.
+
+    It simulates several processes, each a thread or one after the other in the same thread: `process` is the current
+    one's id. locks: "work"; "none", where lockf fails as on a file system without locks; "lie", where all get the lock.
+    """
 
     def __init__(self, locks: str = "work", stale: float = checkpoint_folder.STALE) -> None:
-        """stale: seconds after which unfinished files are those of a job that ended, where there are no locks."""
+        """stale: seconds after which unfinished files, where there are no locks, count as left by a job that ended."""
         self.stale = stale
         self.before: Callable[[str, str], None] = lambda operation, path: None
         self.locks = locks
-        self._owners: dict[tuple[int, int], int] = {}  # of locks: process by file
-        self._open: dict[int, int] = {}  # process by descriptor
+        self._owners: dict[tuple[int, int], int] = {}  # process that has the lock, by (device, inode)
+        self._open: dict[int, int] = {}  # process that opened it, by descriptor
         self._processes = threading.local()
 
     @property
@@ -108,7 +112,7 @@ class Machine:
         self._processes.id = id
 
     def bury(self, process: int) -> None:
-        """It was killed: the kernel closes its files."""
+        """Does what the kernel does when a process was killed: closes its files, which releases its locks."""
         for descriptor in [d for d, owner in self._open.items() if owner == process]:
             self._closed(descriptor)
 
@@ -135,10 +139,10 @@ class Machine:
         self._open[raw.fileno()] = self.process
         return io.BufferedWriter(raw, buffering)
 
-    # -- as torch_ext sees the modules
+    # -- the functions of os, fcntl and builtins that torch_ext calls
 
     def __getattr__(self, name: str) -> Any:
-        """Of os."""
+        """Returns the function of os with this name; for names in GATED one that calls `before` first."""
         real = getattr(os, name)
         if name not in GATED:
             return real
@@ -161,6 +165,7 @@ class Machine:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
+        """Replaces os, open and lockf in torch_ext's checkpoint modules."""
         with pytest.MonkeyPatch.context() as patch:
             for module in (checkpoint_dcp, files, checkpoint_folder, folder_lock, new_file):
                 patch.setattr(module, "os", self)
@@ -176,7 +181,7 @@ GATED = {"open", "unlink", "rename", "replace", "listdir", "fsync", "makedirs", 
 
 
 class _Raw(io.FileIO):
-    """Writes half before it fails."""
+    """A file whose write, if `before` raises in it, has written the first half of the data."""
 
     machine: Machine
 
@@ -200,7 +205,7 @@ def names(folder: pathlib.Path) -> list[str]:
 
 
 def whole(folder: pathlib.Path) -> bool:
-    """Whether there is no checkpoint or all of its files are there."""
+    """Whether the folder has no checkpoint, or every file that its metadata names is there in full length."""
     if not (folder / ".metadata").exists():
         return True
     stored = dcp.FileSystemReader(folder).read_metadata().storage_data

@@ -1,4 +1,4 @@
-"""Models whose gradients are given numbers, the policies of the tests, and what an optimizer reads as gradients."""
+"""Models whose gradients are given by the test, policies for tests, and the gradients that an optimizer reads."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +26,7 @@ class Given(torch.nn.Module):
 
 
 def noise(seed: int, rank: int, shapes: Sequence[Any], dtype: torch.dtype = FP32) -> list[torch.Tensor]:
-    """A common signal and noise of the rank's own, in dtype."""
+    """Returns one gradient per shape in `dtype`: a signal common to all ranks plus noise of this rank."""
     common = torch.Generator().manual_seed(seed)
     own = torch.Generator().manual_seed(1000 * seed + rank + 1)
     return [(torch.randn(s, generator=common) + torch.randn(s, generator=own)).to(dtype) for s in shapes]
@@ -35,7 +35,7 @@ def noise(seed: int, rank: int, shapes: Sequence[Any], dtype: torch.dtype = FP32
 def policy(
     param: torch.dtype = FP32, main: Any = None, wire: Any = None, loss_scale: float | None = None, **ddp: Any
 ) -> Any:
-    """The policy of a model in `param`, gradients in `main`, wire in `wire`."""
+    """Returns the policy of a model in dtype `param`, with main gradients in `main` and `wire` on the wire."""
     if wire is not None:
         ddp["grad_comm_dtype"] = wire
     optimizer: dict[str, Any] = {} if main is None else {"main_grads_dtype": main}
@@ -45,8 +45,10 @@ def policy(
 
 
 def _reader(model: torch.nn.Module) -> torch_ext.AdamW:
-    """An optimizer that read the gradients into its first moments, in a step that changes no weight. m = g + 0 (m - g)
-    is g to the bit: m begins as -1, beside which the sign of a zero stays.
+    """Returns an optimizer whose exp_avg are the gradients, after a step that changed no weight (lr=0).
+
+    With betas of 0, exp_avg = m + (g - m) * 1 is g to the bit. m starts at -1, so that the sign of a zero in g stays,
+    and so that -1 everywhere means that a parameter got no gradient.
     """
     params = list(model.parameters())
     moments = {"main_params_dtype": None, "exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32"}
@@ -62,8 +64,9 @@ def _reader(model: torch.nn.Module) -> torch_ext.AdamW:
 
 
 def gradients(model: torch.nn.Module) -> list[torch.Tensor | None]:
-    """What this rank's optimizer reads as the gradient of each parameter, widened to fp32: of a sharded one this rank's
-    part, flat under our own strategies. None where it has none. To be called by all ranks, whose step it is.
+    """Returns the gradient of each parameter as this rank's optimizer reads it, widened to fp32; None if there is none.
+
+    A sharded parameter gives this rank's shard, flat under our own strategies. Collective: it takes an optimizer step.
     """
     optimizer = _reader(model)
     entries = [optimizer.state[p] for p in model.parameters()]
@@ -71,24 +74,25 @@ def gradients(model: torch.nn.Module) -> list[torch.Tensor | None]:
 
 
 def gradient(model: torch.nn.Module, param: torch.Tensor) -> torch.Tensor | None:
-    """One of `gradients`, flat."""
+    """Returns the element of `gradients(model)` that belongs to `param`, flat."""
     grad = next(g for p, g in zip(model.parameters(), gradients(model), strict=True) if p is param)
     return None if grad is None else grad.reshape(-1)
 
 
 def whole_gradients(model: torch.nn.Module) -> list[torch.Tensor]:
-    """What the optimizers of all ranks read, put together, on all ranks; -1 where a parameter has no gradient."""
+    """Returns the whole gradients, put together from the optimizers of all ranks, on every rank; -1 in all elements
+    where a parameter has no gradient."""
     entries = _reader(model).consolidate_state_dict(to=None)["state"]
     return [entries[i]["exp_avg"] for i in range(len(entries))]
 
 
 def on_all_ranks(value: Any) -> list[Any]:
-    """Every rank's value."""
+    """Returns the list of every rank's value, on every rank."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def bits(tensors: Sequence[torch.Tensor]) -> list[bytes]:
-    """The bytes of each tensor."""
+    """Returns the bytes of each tensor."""
     return [bytes(t.detach().contiguous().view(-1).view(torch.uint8).tolist()) for t in tensors]

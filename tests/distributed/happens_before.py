@@ -1,15 +1,15 @@
-"""A device that is pretended: who of its streams reads and writes which memory when, and whether an event orders them.
+"""A pretended GPU that finds races between streams: two accesses to the same memory that no event orders.
 
-Every operator runs at once, on the CPU, and is noted as given to the stream that is current. Streams have vector
-clocks: of two accesses to one byte, one of them a write, the earlier must be known to the stream of the later one.
-Memory goes back to the stream that was current when it was made: when that makes other memory, it must know of every
-access.
+Every operator runs at once, on the CPU, and is recorded as work of the current stream. Streams have vector clocks. Of
+two accesses to one byte, at least one of them a write, the stream of the later must have waited for the earlier.
+Memory belongs to the stream that was current when it was allocated, as in torch's caching allocator. Before that
+stream may allocate it again, it must have waited for every access to it.
 
-The collectives of a group run on a stream of the group's own, as NCCL's do: they follow the stream that is current when
-they are started, and who waits for one makes the current stream follow it.
+The collectives of a group run on a stream of the group's own, as NCCL's do: they wait for the stream that is current
+when they are started, and `Work.wait` makes the current stream wait for them.
 
-torch's FSDP2 is not modelled: its own code runs, over streams and events of the pretended device instead of those of
-torch.cpu, which do nothing. So the order of its waits, and when it lets go of memory, are those of the installed torch.
+torch's FSDP2 is not modelled. Its own code runs over streams and events of the pretended device, in place of those of
+torch.cpu, which do nothing. So the order of its waits and of its frees is that of the installed torch.
 """
 
 import contextlib
@@ -30,6 +30,8 @@ Clock = dict[str, int]
 
 
 class _Access(NamedTuple):
+    """One read or write of bytes [begin, end) of a storage, at `time` of the stream's own clock."""
+
     stream: str
     time: int
     begin: int
@@ -39,29 +41,31 @@ class _Access(NamedTuple):
 
 
 class _Memory:
+    """A storage's accesses, and the stream that may allocate its memory again."""
+
     def __init__(self, tensor: torch.Tensor, owner: str) -> None:
         self._storage = StorageWeakRef(tensor.untyped_storage())
         self.owner = owner
         self.accesses: list[_Access] = []
 
     def is_free(self) -> bool:
-        """Nobody has it any more, or whoever has it made it empty, as FSDP2 does with whole weights."""
+        """Whether the storage is gone or was resized to 0 bytes, as FSDP2 does with unsharded weights."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
         return storage is None or storage.nbytes() == 0
 
 
 class FakeStreams(Streams):
-    """Implements torch_ext's interface."""
+    """torch_ext's interface to streams, over the pretended device. `races` lists what was not ordered."""
 
     def __init__(self) -> None:
         self.races: list[str] = []
         self.used: set[str] = set()
         self._current = ["compute"]
-        self._made = 0
+        self._count = 0
         self._groups: list[Any] = []
         self._clocks: dict[str, Clock] = {"compute": {"compute": 0}}
         self._memories: dict[int, _Memory] = {}
-        self._freed: dict[str, list[_Access]] = {}  # accesses to memory that its stream may hand out again
+        self._freed: dict[str, list[_Access]] = {}  # by stream: accesses to freed memory that it may allocate again
 
     # -- torch_ext's interface
 
@@ -69,8 +73,8 @@ class FakeStreams(Streams):
         return self._current[-1]
 
     def new(self) -> str:
-        self._made += 1
-        return f"side {self._made}"
+        self._count += 1
+        return f"side {self._count}"
 
     @contextlib.contextmanager
     def on(self, stream: str) -> Iterator[None]:  # type: ignore[override]
@@ -81,7 +85,7 @@ class FakeStreams(Streams):
             self._current.pop()
 
     def of_group(self, group: Any) -> str:
-        """On which the group's collectives run."""
+        """Returns the stream on which the group's collectives run."""
         if group not in self._groups:
             self._groups.append(group)
         return f"group {self._groups.index(group)}"
@@ -114,7 +118,7 @@ class FakeStreams(Streams):
         return contextlib.nullcontext()
 
     def knows(self, stream: str, other: str) -> bool:
-        """Whether the stream follows everything that was given to the other one."""
+        """Whether `stream` has waited for all work that was given to `other`."""
         return self._clock(stream).get(other, 0) >= self._clock(other)[other]
 
     # -- the model
@@ -128,12 +132,12 @@ class FakeStreams(Streams):
             clock[other] = max(clock.get(other, 0), time)
 
     def foreign(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Memory that no allocator of torch's made, and none hands out again."""
+        """Registers memory that torch's allocator did not allocate and so never hands out again. Returns the tensor."""
         self._memories[tensor.untyped_storage()._cdata] = _Memory(tensor, "nobody")
         return tensor
 
     def touch(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], what: str) -> None:
-        """The current stream is given an operator."""
+        """Records an operator, named `what`, as work of the current stream."""
         self._free()
         stream = self.current()
         self.used.add(stream)
@@ -145,6 +149,7 @@ class FakeStreams(Streams):
                     self._access(tensor, stream, clock, written, what)
 
     def _access(self, tensor: torch.Tensor, stream: str, clock: Clock, written: bool, what: str) -> None:
+        """Records one access, and a race with each earlier one that overlaps, conflicts and was not waited for."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._memories:
             self._memories[storage._cdata] = _Memory(tensor, stream)
@@ -165,20 +170,21 @@ class FakeStreams(Streams):
         memory.accesses = [*kept, new]
 
     def _free(self) -> None:
-        """Memory that nobody has any more is its stream's again."""
+        """Moves the accesses of freed memory to `_freed` of the owning stream."""
         for key, memory in list(self._memories.items()):
             if memory.is_free():
                 del self._memories[key]
                 self._freed.setdefault(memory.owner, []).extend(memory.accesses)
 
     def _hand_out(self, owner: str) -> None:
+        """Records a race for each access to freed memory that the owner has not waited for before it allocates."""
         clock = self._clock(owner)
         for access in self._freed.pop(owner, []):
             if clock.get(access.stream, 0) < access.time:
                 self.races.append(f"memory of {owner} is handed out again before {access.what} on {access.stream}")
 
     def end(self) -> None:
-        """Streams of exchanges that are gone are used again, by whoever asks for some."""
+        """Checks the memory of side streams, which the next exchange would reuse."""
         gc.collect()
         self._free()
         for owner in list(self._freed):
@@ -187,7 +193,7 @@ class FakeStreams(Streams):
 
 
 class Recording(TorchDispatchMode):
-    """Notes every operator that runs inside."""
+    """Within this mode, records every operator as work of the current stream."""
 
     def __init__(self, streams: FakeStreams) -> None:
         super().__init__()
@@ -209,14 +215,14 @@ class Recording(TorchDispatchMode):
         if makes_views and not written:
             return outputs
         if func._schema.name.startswith(("aten::new_", "aten::empty_like")):
-            read = []  # asks for the shape
+            read = []  # reads only the shape
         made = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)]
         self._streams.touch(read, [*written, *made], str(func._schema.name))
         return outputs
 
 
 class _Work:
-    """Of one collective: it has run, on the group's stream."""
+    """The handle of a collective, which has already run, on the group's stream."""
 
     def __init__(self, streams: FakeStreams, event: list[Clock]) -> None:
         self._streams, self._event = streams, event
@@ -226,6 +232,8 @@ class _Work:
 
 
 def _on_stream_of_group(streams: FakeStreams, kind: str, run: Any) -> Any:
+    """Wraps a collective of torch.distributed so that it counts as work of its group's stream."""
+
     def collective(into: torch.Tensor, sent: torch.Tensor, *sizes: Any, group: Any, async_op: bool) -> _Work:
         before, after = streams.event(), streams.event()
         streams.record(before, streams.current())
@@ -240,7 +248,7 @@ def _on_stream_of_group(streams: FakeStreams, kind: str, run: Any) -> Any:
 
 
 def _all_reduced(streams: FakeStreams, run: Any) -> Any:
-    """In place; the current stream waits for it."""
+    """Wraps dist.all_reduce, which works in place and makes the current stream wait."""
 
     def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
         def into(whole: torch.Tensor, _sent: torch.Tensor, *, group: Any) -> None:
@@ -252,6 +260,8 @@ def _all_reduced(streams: FakeStreams, run: Any) -> Any:
 
 
 class _Fsdp2Event:
+    """The part of torch.cuda.Event that FSDP2 uses."""
+
     def __init__(self, streams: FakeStreams) -> None:
         self._streams, self.clocks = streams, streams.event()
 
@@ -260,7 +270,7 @@ class _Fsdp2Event:
 
 
 class _Fsdp2Stream:
-    """As torch.cuda.Stream."""
+    """The part of torch.cuda.Stream that FSDP2 uses."""
 
     def __init__(self, streams: FakeStreams, name: str) -> None:
         self._streams, self.name = streams, name
@@ -279,7 +289,7 @@ class _Fsdp2Stream:
 
 @contextlib.contextmanager
 def _for_fsdp2(streams: FakeStreams) -> Iterator[None]:
-    """torch.cpu, which FSDP2 asks for streams and events as it asks torch.cuda for those of a GPU."""
+    """Replaces the streams and events of torch.cpu, which FSDP2 uses as it would use those of torch.cuda."""
     made: dict[str, _Fsdp2Stream] = {}
 
     def named(name: str) -> _Fsdp2Stream:
@@ -298,7 +308,7 @@ def _for_fsdp2(streams: FakeStreams) -> Iterator[None]:
 
 @contextlib.contextmanager
 def pretended(streams: FakeStreams) -> Iterator[None]:
-    """Exchanges that are made inside are over a device like that, in this process; gloo moves the bytes."""
+    """Within the context, new exchanges of this process run over the pretended device; gloo moves the bytes."""
     from torch_ext.comm import communicator, factory
 
     with pytest.MonkeyPatch.context() as patch, _for_fsdp2(streams):

@@ -1,6 +1,7 @@
-"""What several tests put into private modules, since no public name reaches it: sums and messages that are late, and
-buckets that travel two by two whatever the link carries. Who imports this depends on private names
-(tests/package/test_sources.py).
+"""Patches of private modules that several tests share, where no public name reaches: late sums, late messages, and
+buckets that travel in pairs whatever the link's speed.
+
+A test that imports this file depends on private names (tests/package/test_sources.py lists them).
 """
 
 from collections.abc import Callable
@@ -15,9 +16,9 @@ from torch_ext.parallel.strategies import optim, optim_grads
 
 
 def before_sums(does: Callable[[], object], patch: pytest.MonkeyPatch | None = None) -> None:
-    """`does` is called before received chunks are summed, under every strategy of ours.
+    """Calls `does` before received chunks are summed, under every strategy of ours.
 
-    patch: what undoes it; None: it stays for the process.
+    patch: undoes it at its end; None: it stays for the life of the process.
     """
     patch = pytest.MonkeyPatch() if patch is None else patch
 
@@ -30,7 +31,7 @@ def before_sums(does: Callable[[], object], patch: pytest.MonkeyPatch | None = N
 
 
 def after_waiting(does: Callable[[], object]) -> None:
-    """`does` is called when a collective was waited for, in this process from here on."""
+    """Calls `does` after each wait for a collective, from now on in this process."""
     waits = group_calls.Call.wait
 
     def wait(call: group_calls.Call) -> None:
@@ -41,8 +42,9 @@ def after_waiting(does: Callable[[], object]) -> None:
 
 
 def join_pairs(patch: pytest.MonkeyPatch | None = None) -> None:
-    """Buckets of models that are parallelized from here on travel two by two: of plans whose buckets lie in one buffer.
-    patch: as above."""
+    """Sends the buckets of models that are parallelized from now on in pairs. Only for plans with one flat buffer.
+
+    patch: see `before_sums`."""
 
     def pairs(buckets: Any, *_: Any) -> message_plan.Messages:
         n = len(buckets)

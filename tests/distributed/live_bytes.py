@@ -1,4 +1,4 @@
-"""Memory that is allocated in a stretch of code, and how much of it is in use at a time."""
+"""Measures the memory that a stretch of code allocates, and the most of it that is in use at one time."""
 
 import time
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts what torch's operators allocate inside."""
+    """Within this mode, counts the bytes of storages that torch's operators allocate. `most`: the peak."""
 
     def __init__(self) -> None:
         super().__init__()
         self._sizes: dict[StorageWeakRef, int] = {}
-        self._old: dict[StorageWeakRef, None] = {}
+        self._old: dict[StorageWeakRef, None] = {}  # storages that existed before
         self.most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
@@ -31,6 +31,7 @@ class LiveBytes(TorchDispatchMode):
         return made
 
     def now(self) -> int:
+        """Returns the bytes that are in use now."""
         self._sizes = {ref: size for ref, size in self._sizes.items() if not ref.expired()}
         return sum(self._sizes.values())
 
@@ -40,7 +41,8 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def settled(live: LiveBytes, expected: int) -> int:
-    """gloo's thread lets go of a message a little after its end."""
+    """Returns the bytes in use, after up to 1 s for them to fall to `expected`: gloo's thread frees a message's memory
+    shortly after the message is complete."""
     deadline = time.monotonic() + 1
     while live.now() > expected and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -1,6 +1,8 @@
-"""Random training loops on ranks with gradients of their own (test_loop_programs.py): what loops do between and within
-steps, under every strategy, with units of FSDP2 of many kinds. Gradients are small whole numbers, whose sums and means
-over two or four ranks are exact in every dtype, so that one process that is given the means has the bits.
+"""Random training loops with different gradients on each rank, under every strategy (test_loop_programs.py).
+
+A program has what loops do between and within steps, and FSDP2 units of many kinds. Gradients are small whole numbers.
+Their sums and means over two or four ranks are exact in every dtype, so one process that gets the means is the
+reference, to the bit.
 """
 
 import contextlib
@@ -22,11 +24,13 @@ SHAPES: list[tuple[int, ...]] = [(24, 10), (130,), (700,), (1,), (16, 130), (3, 
 
 
 class Stop(Exception):
-    """Of the user's code."""
+    """Raised by what stands for the user's code."""
 
 
 class Block(nn.Module):
     def __init__(self, shapes: list[tuple[int, ...]], inner: list["Block"], dtype: torch.dtype, seed: int) -> None:
+        """Parameters p0, p1, ... and inner blocks. `given`: the block's gradients, and how each inner block is called
+        (see `Loop._given`)."""
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         for i, shape in enumerate(shapes):
@@ -45,23 +49,28 @@ class Block(nn.Module):
 
 
 def _used(block: nn.Module, x: Tensor, given: dict[str, Any]) -> Tensor:
+    """Calls a block as often as `given` says, with or without activation checkpointing."""
     for _ in range(given["times"]):
         x = checkpoint(block, x, given, use_reentrant=False) if given["again"] else block(x, given)
     return x
 
 
 class Step(NamedTuple):
-    micro: int
-    how: str  # of micro-batches
+    """One training step: micro-batches, how they accumulate, and what is done before and after the backwards."""
+
+    micro: int  # number of micro-batches
+    how: str  # how they accumulate: "every" one reduces, "no_sync", or "not yet" (set_requires_gradient_sync)
     before: list[str]
     after: list[str]
     seed: int
 
 
 class Program(NamedTuple):
+    """A model, its strategy, units and options, and five steps."""
+
     seed: int
     tree: list[Any]
-    """Shapes of the model's own parameters, and the same of its inner blocks."""
+    """A block's shapes, and the list of its inner blocks, each a tree again."""
     dtype: torch.dtype
     strategy: str
     units: dict[str, Any]
@@ -72,6 +81,7 @@ class Program(NamedTuple):
 
     @classmethod
     def of(cls, seed: int, world: int, strategy: str) -> "Program":
+        """Draws the program that belongs to the seed, the world size and the strategy."""
         draw = random.Random(f"{seed} {world} {strategy}")
         tree = _tree(draw, 2)
         dtype = draw.choice([BF16, BF16, FP32, FP16])
@@ -90,6 +100,7 @@ class Program(NamedTuple):
         return cls(seed, tree, dtype, strategy, units, settings, options, unused, steps)
 
     def made(self, alone: bool) -> tuple[Any, Any, Any]:
+        """Returns the model to call, the module in it, and the optimizer. alone: without parallelism."""
         plain = _blocks(self.tree, self.dtype, self.seed)
         policy = torch_ext.load_policy(self.dtype, override_ddp_config=self.settings)
         model: Any = plain
@@ -103,13 +114,14 @@ class Program(NamedTuple):
         return model, plain, torch_ext.AdamW(plain.named_parameters(), policy=policy, **self.options)
 
     def _shard(self, plain: nn.Module) -> None:
+        """Applies fully_shard to some or all blocks."""
         draw = random.Random(self.seed)
         mesh, reshard, precision = None, self.units["reshard"], MixedPrecisionPolicy()
         if reshard == 2 and (self.units["mesh"] or dist.get_world_size() == 2):
-            reshard = True  # as many as there are
+            reshard = True  # resharding to 2 ranks is the same where 2 ranks share the shards
         if self.units["mesh"]:
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-            precision = MixedPrecisionPolicy(reduce_dtype=FP32)  # FSDP2 adds replicas up
+            precision = MixedPrecisionPolicy(reduce_dtype=FP32)  # FSDP2 itself sums over the replicas, in this dtype
         inner = [m for m in plain.modules() if isinstance(m, Block) and m is not plain]
         for block in reversed(inner):
             if not self.units["some"] or draw.random() < 0.5:
@@ -118,11 +130,13 @@ class Program(NamedTuple):
 
 
 def _tree(draw: random.Random, depth: int) -> list[Any]:
+    """Draws a tree of shapes (`Program.tree`) of this depth."""
     inner = [_tree(draw, depth - 1) for _ in range(draw.randint(1, 3) if depth == 2 else draw.choice([0, 0, 2]))]
     return [[draw.choice(SHAPES) for _ in range(draw.randint(1, 3))], inner if depth else []]
 
 
 def _blocks(tree: list[Any], dtype: torch.dtype, seed: int) -> Block:
+    """Builds the tree's blocks; the weights are drawn from `seed`."""
     return Block(tree[0], [_blocks(one, dtype, 10 * seed + i + 1) for i, one in enumerate(tree[1])], dtype, seed)
 
 
@@ -131,6 +145,7 @@ AFTER = ["nothing"] * 4 + ["clip", "clip", "zeros", "model zero_grad"]
 
 
 def _step(draw: random.Random, strategy: str, unused: bool) -> Step:
+    """Draws a step that is legal under the strategy."""
     ways = ["every", "no_sync"]
     if strategy == FSDP2 and not unused:  # FSDP2 fails at a unit that was never used
         ways.append("not yet")
@@ -139,13 +154,14 @@ def _step(draw: random.Random, strategy: str, unused: bool) -> Step:
 
 
 class Loop:
-    """One process's side of a program, or the one that is alone."""
+    """Runs a program on one rank; rank None: on the single process that is the reference."""
 
     def __init__(self, program: Program, world: int, rank: int | None) -> None:
         self.program, self.world, self.rank = program, world, rank
         self.model, self.plain, self.optimizer = program.made(rank is None)
 
     def run(self) -> list[dict[str, Any]]:
+        """Returns the bits of the weights after each step."""
         return [self.step(step) for step in self.program.steps]
 
     def step(self, step: Step) -> dict[str, Any]:
@@ -159,7 +175,7 @@ class Loop:
         self.optimizer.step()
         if "model zero_grad" in step.after:
             self.model.zero_grad()
-        else:  # zeros are gradients, and what no rank has one of is left as it was
+        else:  # zeros are gradients, so an unused parameter would be stepped
             self.optimizer.zero_grad(set_to_none="zeros" not in step.after or self.program.unused)
         return self.weights()
 
@@ -179,14 +195,17 @@ class Loop:
         return self.model.sync() if last else self.model.no_sync()
 
     def given(self, seed: int, stops: str = "") -> dict[str, Any]:
+        """Returns what the model is given in one forward. stops: "forward": the last block raises."""
         return self._given(self.program.tree, random.Random(seed), stops)
 
     def _given(self, tree: list[Any], draw: random.Random, stops: str = "") -> dict[str, Any]:
-        """What a block is given: the same on every rank, but for the numbers."""
+        """Returns what a block is given. Only the numbers in "grads" differ between ranks.
+
+        "inner": the same for its inner blocks; "again": recompute in backward; "times": calls; "stops": raises."""
         grads = {f"p{i}": self._grad(shape, draw.randrange(1 << 30)) for i, shape in enumerate(tree[0])}
         again, twice, unused = draw.random() < 0.25, draw.random() < 0.1, draw.random() < 0.3
         if self.program.strategy == "ddp" and self.program.unused:
-            again = twice = False  # which DistributedDataParallel refuses
+            again = twice = False  # DistributedDataParallel rejects both
         inner = [self._given(one, draw) for one in tree[1]]
         times = 0 if unused and self.program.unused else 2 if twice else 1
         for one in inner[-1:]:
@@ -194,6 +213,7 @@ class Loop:
         return {"grads": grads, "inner": inner, "again": again, "times": times, "stops": False}
 
     def _grad(self, shape: tuple[int, ...], seed: int) -> Tensor:
+        """Returns this rank's gradient; for the reference, the mean over the ranks."""
         each = [
             torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed + rank)).float()
             for rank in range(self.world)
@@ -201,7 +221,7 @@ class Loop:
         grad = torch.stack(each).mean(0) if self.rank is None else each[self.rank]
         return grad.to(self.program.dtype)
 
-    # -- before a step ---------------------------------------------------------------------------------------------
+    # -- what may happen before a step, by name in BEFORE -----------------------------------------------------------
 
     def nothing(self, step: Step) -> None:
         pass
@@ -211,9 +231,9 @@ class Loop:
             self.model(torch.zeros(()), self.given(step.seed + 7))
 
     def forward(self, step: Step) -> None:
-        """A graph that nobody goes back through."""
+        """Runs a forward whose graph is dropped without a backward."""
         if self.program.strategy == "ddp" and self.program.unused:
-            return  # DistributedDataParallel's next no_sync fails
+            return  # DistributedDataParallel's next no_sync would fail
         self.model(torch.zeros(()), self.given(step.seed + 8)).detach()
 
     def stop_in_forward(self, step: Step) -> None:
@@ -223,7 +243,7 @@ class Loop:
             self.model(torch.zeros(()), self.given(step.seed + 9, "forward"))
 
     def stop_in_backward(self, step: Step) -> None:
-        """Raised on every rank before the first gradient; what it made is dropped."""
+        """Raises in backward on every rank before the first gradient; the graph is dropped."""
         if self.program.strategy == "ddp":
             return
 
@@ -237,8 +257,9 @@ class Loop:
             stopped.backward()
 
     def write(self, step: Step) -> None:
+        """Scales one weight in place."""
         for_shards = self.rank is not None and self.program.strategy == FSDP2
-        if for_shards:  # which the modules have again
+        if for_shards:  # so that the modules have the shards
             torch_ext.sync_parameters(self.plain)
         params = list(self.plain.parameters())
         with torch.no_grad():
@@ -257,7 +278,7 @@ class Loop:
 
 
 def on_ranks(rank: int, world: int, strategy: str, seeds: list[int]) -> list[Any]:
-    """Of each program: what differs from one process, at which step."""
+    """Runs each program; returns a message for each one whose weights differ from the single process's at a step."""
     torch.set_num_threads(1)
     found = []
     for seed in seeds:

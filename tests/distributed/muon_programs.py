@@ -1,4 +1,6 @@
-"""Random models and settings for Muon, trained with gradients that are the same on every rank."""
+"""Random models and settings for Muon, trained with gradients that are the same on every rank.
+
+So the bits must be those of one process, whatever the strategy."""
 
 import contextlib
 import random
@@ -15,22 +17,25 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
 class Program(NamedTuple):
+    """A random model, its policy and options of Muon."""
+
     shapes: list[tuple[int, ...]]
     dtype: torch.dtype
-    config: dict[str, Any]  # of the policy's buckets
+    config: dict[str, Any]  # of the policy's override_ddp_config
     options: dict[str, Any]  # of the optimizer
-    max_norm: float | None  # of a clip
+    max_norm: float | None  # clips to this norm; None: no clipping
     seed: int
-    threads: int = 1  # on two of them matrices in bf16 are multiplied beside each other
+    threads: int = 1  # with two, bf16 matrices are multiplied concurrently
 
     @classmethod
     def of(cls, seed: int) -> "Program":
+        """Draws the program that belongs to the seed."""
         r = random.Random(seed)
         shapes: list[tuple[int, ...]] = [(r.randint(1, 40), r.randint(1, 40)) for _ in range(r.randint(1, 4))]
         shapes += r.sample([(3, 8, 12), (6, 4, 3, 3), (7,), (130,), (1, 5), (24, 10)], 3)
         r.shuffle(shapes)
         if seed % 4 == 3:
-            shapes.append((655, 641))  # symmetric products in panels
+            shapes.append((655, 641))  # large enough that symmetric products are computed in panels
         dtype = r.choice([FP32, BF16, BF16])
         options: dict[str, Any] = {
             "lr": 0.05,
@@ -51,11 +56,11 @@ class Program(NamedTuple):
         return cls(shapes, dtype, config, options, r.choice([None, 0.5]), seed, r.choice([1, 2]))
 
     def fits(self, strategy: str) -> bool:
-        """Whether its bits are promised: FSDP2 cuts inside the blocks that have one scale in 8 bits."""
+        """Whether the strategy promises the same bits. FSDP2 does not in 8 bits: it cuts inside blocks of one scale."""
         return strategy != "optim_grads_params" or self.options["states"] != "8bit"
 
     def made(self, strategy: str | None) -> tuple[Any, torch_ext.Muon]:
-        """strategy: None: of one process."""
+        """Returns the model and its Muon. strategy: None: one process, without parallelism."""
         model: Any = Given(self.shapes, self.dtype)
         weights = torch.Generator().manual_seed(self.seed)
         with torch.no_grad():
@@ -67,7 +72,7 @@ class Program(NamedTuple):
         return model, torch_ext.Muon(model.named_parameters(), policy=policy, **self.options)
 
     def trained(self, model: Any, optimizer: torch_ext.Muon, steps: range) -> dict[str, Any]:
-        """`everything` after these steps."""
+        """Takes these steps and returns `everything`."""
         for step in steps:
             generator = torch.Generator().manual_seed(1000 * self.seed + step)
             # bf16 values: the mean over any number of ranks has the same bits.
@@ -82,7 +87,7 @@ class Program(NamedTuple):
 
 @contextlib.contextmanager
 def before_products(look: Callable[[newton_schulz.Task], None]) -> Iterator[None]:
-    """Inside, every matrix of these ranks is shown before its products are made. What `look` raises, they raise."""
+    """Within the context, calls `look` with every matrix before its products are computed; its errors propagate."""
     theirs = newton_schulz.orthogonalise
 
     def orthogonalise(tasks: Any, workspaces: Any) -> Any:
@@ -99,7 +104,7 @@ def before_products(look: Callable[[newton_schulz.Task], None]) -> Iterator[None
 
 @contextlib.contextmanager
 def counted() -> Iterator[list[float]]:
-    """Inside, the operations of each matrix's products are listed."""
+    """Yields a list of the numbers of operations, one for each matrix whose products are computed in the context."""
     made: list[float] = []
 
     def count(task: newton_schulz.Task) -> None:
@@ -111,14 +116,14 @@ def counted() -> Iterator[list[float]]:
 
 
 def everything(model: Any, optimizer: torch_ext.Muon) -> dict[str, Any]:
-    """The bits of weights and logical states, on every rank. Collective."""
+    """Returns the bits of weights and logical states, on every rank. Collective."""
     found: dict[str, Any] = {}
     for name, p in model.named_parameters():
         whole = p.full_tensor() if hasattr(p, "full_tensor") else p
         found[f"{name}: weight"] = bits([whole])
     consolidated = optimizer.consolidate_state_dict(to=None)
     assert consolidated is not None
-    optimizer.state_dict()  # that it hands the same out once more is not what is tested here
+    optimizer.state_dict()  # takes the consolidated state, which state_dict() returns once; that is tested elsewhere
     for index, entry in consolidated["state"].items():
         found |= {f"p{index}: {key}": bits([value.clone()]) for key, value in entry.items()}
     return found

@@ -1,11 +1,11 @@
-"""A folder that a CheckpointWriter of 9f05c9d saved, before they bore checksums: the bytes of its files."""
+"""The bytes of a checkpoint folder that CheckpointWriter saved at commit 9f05c9d, before files had checksums."""
 
 import base64
 import pathlib
 import zlib
 
-# In it: {"model": {"a": arange(6.0).view(2, 3), "b": arange(5, bfloat16)}, "lr": 1e-3, "step": 3, "betas": (0.9, 0.95),
-# "name": "run"}
+# Its content: {"model": {"a": arange(6.0).view(2, 3), "b": arange(5, bfloat16)}, "lr": 1e-3, "step": 3,
+# "betas": (0.9, 0.95), "name": "run"}
 _FILES = {
     ".metadata": (
         "c-oCr-"
@@ -45,6 +45,7 @@ _FILES = {
 
 
 def write(folder: pathlib.Path) -> None:
+    """Writes the old checkpoint to a new folder."""
     folder.mkdir()
     for name, packed in _FILES.items():
         (folder / name).write_bytes(zlib.decompress(base64.b85decode(packed)))

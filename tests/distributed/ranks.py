@@ -23,11 +23,11 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 _ROOT = pathlib.Path(__file__).absolute().parents[2]
 _FRAMEWORKS = "torch_ext.integrations"
-"""What imports other packages, seconds long."""
+"""Imports other packages, which takes seconds, so it is not preloaded."""
 
 
 def _own_modules() -> list[str]:
-    """The package's modules: it loads them as they are asked for, which every rank of every test would do again."""
+    """Returns the package's modules. They are imported lazily; preloaded, no rank of any test imports them again."""
     paths = (path.relative_to(_ROOT).with_suffix("") for path in (_ROOT / "torch_ext").rglob("*.py"))
     names = (".".join(path.parts).removesuffix(".__init__") for path in paths if path.name != "__main__")
     return sorted(name for name in names if not name.startswith(_FRAMEWORKS))
@@ -39,7 +39,7 @@ _context.set_forkserver_preload(["pytest", "torch.distributed", "torch._dynamo",
 
 @dataclass(frozen=True)
 class Raised:
-    """A rank's function raised."""
+    """The answer of a rank whose function raised."""
 
     kind: str
     message: str
@@ -48,18 +48,17 @@ class Raised:
 
 @dataclass(frozen=True)
 class Died:
-    """A rank's process ended without an answer."""
+    """The answer of a rank whose process ended without one."""
 
     exit_code: int | None
 
 
-_TIMEOUT = datetime.timedelta()  # of the groups of this rank's process
+_TIMEOUT = datetime.timedelta()  # of the process groups in this rank's process
 
 
 def group_with_collectives() -> Any:
-    """All ranks once more, over a back end that is gloo under another name: our exchanges know no messages of such a
-    one, and use collectives.
-    """
+    """Returns a group of all ranks whose back end is gloo under another name. Our exchanges have no point-to-point
+    messages for an unknown back end, and use collectives."""
     import torch.distributed as dist
 
     if not hasattr(dist.Backend, "ANOTHER"):
@@ -69,18 +68,19 @@ def group_with_collectives() -> Any:
 
         dist.Backend.register_backend("another", another, devices=["cpu"])
     group = dist.new_group(backend="another", timeout=_TIMEOUT)
-    dist.barrier()  # a rank that had nothing else to do would be gone before the others are connected
+    dist.barrier()  # else a rank that has nothing more to do could end before the others are connected
     return group
 
 
 def _rank(
     body: Callable[..., Any], rank: int, world_size: int, store: str, seconds: float, answer: Any, args: Any
 ) -> None:
+    """Is a rank's process: joins the group, calls `body` and sends its answer."""
     import torch.distributed as dist
 
     global _TIMEOUT
     _TIMEOUT = datetime.timedelta(seconds=seconds)
-    gc.freeze()  # what the fork server imported stays shared memory
+    gc.freeze()  # keeps what the fork server imported in shared pages
     dist.init_process_group(
         "gloo",
         init_method=f"file://{store}",
@@ -93,7 +93,7 @@ def _rank(
     except Exception as error:
         answer.send(Raised(type(error).__name__, str(error), traceback.format_exc()))
         answer.close()
-        os._exit(0)  # as a rank that failed: without a farewell to the others
+        os._exit(0)  # like a rank that crashed: without destroying the process group
     answer.close()
     dist.destroy_process_group()
 
@@ -101,10 +101,10 @@ def _rank(
 def outcomes(
     world_size: int, body: Callable[..., Any], *args: Any, limit: float = 120.0, timeout: float = 20.0
 ) -> list[Any]:
-    """What body(rank, world_size, *args) returned on each rank, or Raised, or Died.
+    """Returns, for each rank, what body(rank, world_size, *args) returned, or Raised, or Died.
 
-    limit: seconds after which every process is killed and the test fails: far beyond what a busy machine needs.
-    timeout: of the process group.
+    limit: seconds after which every process is killed and the test fails; far more than a busy machine needs.
+    timeout: of the process group, in seconds.
     """
     with world(world_size, body, *args, timeout=timeout) as started:
         return collect(started, time.monotonic() + limit)
@@ -112,7 +112,7 @@ def outcomes(
 
 @contextmanager
 def world(world_size: int, body: Callable[..., Any], *args: Any, timeout: float) -> Iterator[list[Any]]:
-    """Starts the ranks, for `collect`, beside those of other worlds; at the end they are killed."""
+    """Starts the ranks and yields them, for `collect`; several worlds may run at a time. Kills them at the end."""
     with tempfile.TemporaryDirectory() as folder:
         store = str(pathlib.Path(folder) / "store")
         started = []
@@ -132,7 +132,7 @@ def world(world_size: int, body: Callable[..., Any], *args: Any, timeout: float)
 
 
 def collect(started: list[Any], deadline: float) -> list[Any]:
-    """What `outcomes` returns, of a world that was started."""
+    """Waits for the ranks of a `world` and returns what `outcomes` returns."""
     answers: dict[int, Any] = {}
     pipes = {mine: rank for rank, (_, mine) in enumerate(started)}
     while pipes:
@@ -160,7 +160,7 @@ def collect(started: list[Any], deadline: float) -> list[Any]:
 def run(
     world_size: int, body: Callable[..., Any], *args: Any, limit: float = 120.0, timeout: float = 20.0
 ) -> list[Any]:
-    """Like `outcomes`, where every rank must return."""
+    """Returns what `outcomes` returns; an assertion fails if a rank raised or died."""
     answers = outcomes(world_size, body, *args, limit=limit, timeout=timeout)
     for rank, answer in enumerate(answers):
         if isinstance(answer, Raised):

@@ -1,4 +1,4 @@
-"""A small training whose buckets have every size, for tests of what order things happen in."""
+"""A small training with buckets of every size, for tests of the order of messages, sums and stream work."""
 
 import contextlib
 from typing import Any
@@ -11,6 +11,7 @@ import torch_ext
 
 SHAPES: list[Any] = [(300,), (1,), (129, 3), (5, 5, 5), (2000,), (2,), (700,), (640,), (650,)]
 DTYPES = {
+    # Dtypes of parameters, main gradients and wire.
     "fp32": (FP32, FP32, FP32),
     "wire-bf16": (FP32, FP32, BF16),
     "bf16-main-fp32": (BF16, FP32, BF16),
@@ -19,7 +20,7 @@ DTYPES = {
 
 
 def trained(rank: int, strategy: str, dtypes: Any) -> list[bytes]:
-    """The weights after three steps of two micro-batches under a strategy, or "ddp hook"."""
+    """Returns the whole weights after three steps of two micro-batches. strategy: one of torch_ext's, or "ddp hook"."""
     chosen = policy(*dtypes, bucket_size=300, overlap_grad_reduce=True)
     model: Any = Given(SHAPES, dtypes[0])
     with torch.no_grad():

@@ -1,8 +1,9 @@
-"""A small model in Megatron-LM's manner: linears cut over a tensor-parallel group, experts over an expert-parallel one.
+"""A small model as Megatron-LM would cut it: linears over a tensor-parallel group, experts over an expert-parallel one.
 
-Parameters carry Megatron-LM's attributes: tensor_model_parallel and partition_dim (cut, along which dimension),
-allreduce=False (an expert's), sequence_parallel (its gradient is a sum over the tokens of one tensor-parallel rank).
-Without groups it is the whole model on one process; a weight is a function of its name, cut or not.
+Parameters carry Megatron-LM's attributes: tensor_model_parallel and partition_dim (whether and along which dimension
+the parameter is cut), allreduce=False (an expert's), sequence_parallel (its gradient is a sum over the tokens of one
+tensor-parallel rank only). Without groups it is the whole model on one process. A weight's values depend on its name
+only, cut or not.
 """
 
 import math
@@ -17,7 +18,7 @@ WIDTH, HIDDEN, EXPERTS = 16, 24, 2
 
 
 class Groups(NamedTuple):
-    """Of this rank: tp cuts linears, dp has copies of them; ep spreads experts, whose copies expert_dp has."""
+    """This rank's groups. tp: cuts linears; dp: has copies of a part; ep: spreads experts; expert_dp: their copies."""
 
     tp: Any = None
     dp: Any = None
@@ -26,7 +27,7 @@ class Groups(NamedTuple):
 
 
 def two_by_two() -> Groups:
-    """Four ranks: tp over 0, 1 and 2, 3; dp, and ep as well, over 0, 2 and 1, 3: an expert has no copy."""
+    """Returns groups of four ranks. tp: {0, 1}, {2, 3}; dp and ep: {0, 2}, {1, 3}. So an expert has no copy."""
     rank = dist.get_rank()
     tp = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     dp = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
@@ -35,18 +36,22 @@ def two_by_two() -> Groups:
 
 
 def size_of(group: Any) -> int:
+    """Returns the group's size; None counts as a group of one rank."""
     return 1 if group is None else group.size()
 
 
 def rank_in(group: Any) -> int:
+    """Returns this rank's number in the group."""
     return 0 if group is None else group.rank()
 
 
 def _own(x: Tensor, group: Any) -> Tensor:
+    """Returns this rank's part of the tokens."""
     return x.chunk(size_of(group))[rank_in(group)].contiguous()
 
 
 def _sum(x: Tensor, group: Any) -> Tensor:
+    """Returns the all-reduced sum; `x` stays as it is."""
     x = x.clone()
     if group is not None:
         dist.all_reduce(x, group=group)
@@ -54,12 +59,13 @@ def _sum(x: Tensor, group: Any) -> Tensor:
 
 
 def _gathered(x: Tensor, group: Any) -> Tensor:
+    """Returns the tokens of all ranks of the group, in the order of the ranks."""
     whole = x.new_zeros(size_of(group), *x.shape)
     whole[rank_in(group)] = x
     return _sum(whole, group).flatten(0, 1)
 
 
-# Of tokens [n, WIDTH] over a group: what forward does, what backward does with the gradient.
+# How tokens [n, WIDTH] travel over a group: (what forward does, what backward does with the gradient).
 WAYS: dict[str, Any] = {
     "copy": (lambda x, group: x.clone(), _sum),
     "sum": (_sum, lambda x, group: x.clone()),
@@ -82,11 +88,12 @@ class _Exchange(torch.autograd.Function):
 
 
 def exchange(x: Tensor, way: str, group: Any) -> Tensor:
+    """Applies one of WAYS, with its backward, to tokens."""
     return _Exchange.apply(x, way, group)  # type: ignore[no-untyped-call]
 
 
 class Cut(nn.Module):
-    """A linear of which each rank of the group has the part along a dimension of the weight: 0, 1, or None: a copy."""
+    """A linear whose weight is cut along `dim` over the group; dim None: every rank has a copy."""
 
     def __init__(self, name: str, fan_in: int, fan_out: int, dim: int | None, group: Any, expert: bool = False) -> None:
         super().__init__()
@@ -97,6 +104,7 @@ class Cut(nn.Module):
         self.bias = None if expert else self._part(torch.linspace(-0.1, 0.1, fan_out), 0 if dim == 0 else None, expert)
 
     def _part(self, whole: Tensor, dim: int | None, expert: bool) -> nn.Parameter:
+        """Returns this rank's part as a parameter with Megatron-LM's attributes."""
         part = whole if dim is None else whole.chunk(size_of(self.group), dim)[rank_in(self.group)]
         param: Any = nn.Parameter(part.clone())
         param.tensor_model_parallel, param.allreduce = dim is not None, not expert
@@ -114,6 +122,8 @@ class Cut(nn.Module):
 
 
 class Feedforward(nn.Module):
+    """Megatron-LM's MLP: `up` is cut by output features, `down` by input features."""
+
     def __init__(self, name: str, tp: Any, expert: bool = False) -> None:
         super().__init__()
         self.up = Cut(f"{name}.up", WIDTH, HIDDEN, 0, tp, expert)
@@ -124,7 +134,7 @@ class Feedforward(nn.Module):
 
 
 class Experts(nn.Module):
-    """Each token goes to one expert; those of all ranks of ep come to the rank that has it."""
+    """Sends each token to one expert. A rank gets the tokens of all ep ranks and computes its experts' part."""
 
     def __init__(self, groups: Groups) -> None:
         super().__init__()
@@ -142,7 +152,7 @@ class Experts(nn.Module):
 
 
 class Model(nn.Module):
-    """[n, WIDTH] -> [n]. n is even: the second norm sees the half of the tokens that is this tp rank's."""
+    """Maps tokens [n, WIDTH] to [n]. n must be even: the second norm sees only this tp rank's half of the tokens."""
 
     def __init__(self, groups: Groups = Groups()) -> None:  # noqa: B008 (immutable)
         super().__init__()

@@ -1,4 +1,4 @@
-"""A moving average of the weights, swapped in, saved, and swapped out again: training goes on as if it had not been."""
+"""Swapping a moving average of the weights in, saving, and swapping it out must not change training by a bit."""
 
 from typing import Any
 
@@ -49,7 +49,9 @@ SWAPS = {
 
 
 def _run(way: str, settings: dict[str, Any], swap: Any) -> tuple[list[bytes], list[bytes]]:
-    """Weights, and the optimizer's whole state, after six steps; swap: how the average comes and goes between them."""
+    """Trains six steps and returns the bits of the weights and of the optimizer's whole state.
+
+    swap: writes values into the model's weights; the average is swapped in and out with it after every second step."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(8, 33), nn.ReLU(), nn.Linear(33, 1)).to(BF16)
     chosen = torch_ext.load_policy(
@@ -83,6 +85,7 @@ def _run(way: str, settings: dict[str, Any], swap: Any) -> tuple[list[bytes], li
 
 
 def _all(rank: int, world: int, settings: dict[str, Any]) -> None:
+    """Under each strategy, every way to swap must end with the bits of a run without swaps."""
     for way in WAYS:
         alone = _run(way, settings, None)
         for name, swap in SWAPS.items():
@@ -94,4 +97,5 @@ POLICIES = {"masters": {}, "remainders": {"store_param_remainders": True}}
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_D4_masters_outlive_an_average_that_comes_and_goes(name: str) -> None:
+    """A failure means that a master lost bits: it was set to its weight, although the weight had come back."""
     ranks.run(WORLD, _all, POLICIES[name], limit=100)

@@ -1,4 +1,5 @@
-"""Right after consolidate_state_dict the next checkpoint of torch.distributed.checkpoint is whole, whoever saves it."""
+"""Right after consolidate_state_dict, the next save through torch.distributed.checkpoint must have the whole state,
+whichever function gives it the state."""
 
 import itertools
 from pathlib import Path
@@ -15,6 +16,7 @@ WAYS = ["objects", "state dicts", "get_state_dict"]
 
 
 def _given(way: str, model: Any, optimizer: Any) -> dict[str, Any]:
+    """Returns what is given to dcp.save or dcp.load, by one of WAYS."""
     if way == "objects":
         return {"model": model, "optimizer": optimizer}
     if way == "state dicts":
@@ -24,6 +26,7 @@ def _given(way: str, model: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def _saves(rank: int, world: int, strategy: str, folder: str) -> None:
+    """Consolidates to rank 0, 1 or all, saves, and loads in place into another optimizer: the states must be equal."""
     receivers = itertools.cycle((0, 1, None, 0))
     for way, config, to in zip([*WAYS, *WAYS], [None] * 3 + [EIGHT_BIT] * 3, receivers, strict=False):
         at = f"{folder}/{way}, {to}, {config is None}"
@@ -44,6 +47,7 @@ def test_the_next_save_after_consolidate_state_dict_works(strategy: str, tmp_pat
 
 
 def _alone(rank: int, world: int, folder: str) -> None:
+    """Rank 0 saves without the others what it consolidated; another strategy loads it into what rank 1 consolidated."""
     model, optimizer = made("optim_grads")
     steps(model, optimizer, range(2))
     expected = whole(optimizer)
@@ -53,7 +57,7 @@ def _alone(rank: int, world: int, folder: str) -> None:
     torch.distributed.barrier()
     other_model, other = made("optim", seed=8)
     steps(other_model, other, range(1))
-    # Into whole tensors first: the rank that has them loads all of them.
+    # Loading goes into whole tensors, which only rank 1 has: it must load all of them.
     other.consolidate_state_dict(to=1)
     dcp.load({"optimizer": other}, checkpoint_id=folder)
     other_model.load_state_dict(model.state_dict())

@@ -1,5 +1,6 @@
-"""Checkpoints whose tensors were cut by columns, as tensor parallelism cuts them, into states that are cut otherwise or
-encoded in blocks: what is loaded are pieces of rows."""
+"""Checkpoints of tensors that are cut by columns, as tensor parallelism cuts them, must load like whole tensors.
+
+The loading states are cut otherwise or encoded in blocks, so they read pieces of rows."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ STATES = ["fp32", "bf16", "bf16_remainder", "8bit"]
 
 
 def _saved(columns: bool) -> dict[str, Any]:
-    """Moments, and masters that round to the weights, by parameter."""
+    """Returns moments, and masters that round to the weights, by parameter. columns: as DTensors cut by columns."""
     draw = torch.Generator().manual_seed(3)
     mesh = init_device_mesh("cpu", (2,))
     state: dict[str, Any] = {}
@@ -44,7 +45,8 @@ def _weights() -> list[torch.Tensor]:
     return [torch.randn(shape, generator=draw).to(BF16) for shape in SHAPES]
 
 
-def _made(strategy: str, states: Any) -> tuple[Any, Any]:
+def _build(strategy: str, states: Any) -> tuple[Any, Any]:
+    """Returns a model with `_weights` under the strategy, and its AdamW with these `states`."""
     model: Any = Given(SHAPES, BF16)
     with torch.no_grad():
         for p, weight in zip(model.parameters(), _weights(), strict=True):
@@ -59,7 +61,8 @@ def _made(strategy: str, states: Any) -> tuple[Any, Any]:
 
 
 def _load(folder: str, strategy: str, states: str) -> dict[str, list[bytes]]:
-    model, optimizer = _made(strategy, states)
+    """Loads the folder into an optimizer that has taken a step. Returns the bits of its consolidated state."""
+    model, optimizer = _build(strategy, states)
     model(noise(0, 0, SHAPES, BF16)).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -75,7 +78,8 @@ def _load(folder: str, strategy: str, states: str) -> dict[str, list[bytes]]:
 
 
 def _save(rank: int, world: int, folder: str) -> None:
-    model, optimizer = _made("none", "fp32")
+    """Saves the same state twice: as whole tensors, and cut by columns."""
+    model, optimizer = _build("none", "fp32")
     groups = get_optimizer_state_dict(model, optimizer)["param_groups"]
     for name in ("whole", "columns"):
         state = {"optimizer": {"state": _saved(name == "columns"), "param_groups": groups}}

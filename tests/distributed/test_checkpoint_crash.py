@@ -1,5 +1,4 @@
-"""Runs that are killed while they save, again and again: the last whole checkpoint loads, and nothing was lost of
-it."""
+"""Runs that are killed again and again while they save: the last whole checkpoint must load, with nothing lost."""
 
 import itertools
 import os
@@ -24,6 +23,7 @@ WORLD, KILLS = 2, 8
 
 
 def made() -> tuple[Any, Any]:
+    """Returns a model under "optim" and its AdamW, with compressed state."""
     chosen = torch_ext.load_policy(
         BF16,
         override_optimizer_config={"main_grads_dtype": FP32, "store_param_remainders": True, "exp_avg_dtype": "fp8"},
@@ -40,6 +40,7 @@ def step(model: Any, optimizer: Any, number: int) -> None:
 
 
 def whole_of(model: Any, optimizer: Any) -> Any:
+    """Returns the whole state, which is on rank 0."""
     dist.barrier()
     return {"model": model.state_dict(), "optimizer": optimizer.consolidate_state_dict(to=0)}
 
@@ -56,6 +57,7 @@ def load_file(model: Any, optimizer: Any, path: pathlib.Path) -> None:
 
 
 def parts_of(model: Any, optimizer: Any) -> Any:
+    """Returns the state in this rank's parts, for torch.distributed.checkpoint."""
     state, optimizer_state = get_state_dict(model, optimizer)
     return {"model": state, "optimizer": optimizer_state}
 
@@ -70,8 +72,8 @@ def load_folder(model: Any, optimizer: Any, path: pathlib.Path) -> None:
     set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=optimizer_state)
 
 
-# way -> what is saved, save, load, the file that says that there is a checkpoint, what a save that was cut short leaves
-# behind
+# By way: (what is saved, save, load, the file whose presence means that there is a checkpoint, the pattern of files
+# that an interrupted save leaves behind).
 WAYS: dict[str, Any] = {
     "a file": (whole_of, save_file, load_file, "checkpoint.pt", ".checkpoint.pt.*.unfinished"),
     "a folder of DCP": (parts_of, save_folder, load_folder, ".metadata", "__*.distcp"),
@@ -79,6 +81,7 @@ WAYS: dict[str, Any] = {
 
 
 def _resumed(folder: str, way: str) -> tuple[Any, Any, int]:
+    """Returns a model, its optimizer and its number of steps, from the folder's checkpoint if there is one."""
     _, _, load, present, _ = WAYS[way]
     path = pathlib.Path(folder)
     model, optimizer = made()
@@ -88,7 +91,9 @@ def _resumed(folder: str, way: str) -> tuple[Any, Any, int]:
 
 
 def _killed(rank: int, world: int, folder: str, way: str, moment: float) -> None:
-    """Goes on from the checkpoint, saving after each step, until it is killed: in the third save, that far into it."""
+    """Resumes from the checkpoint and saves after each step, until it is killed in the third save.
+
+    moment: the kill's delay, as a fraction of the second save's duration."""
     model, optimizer, number = _resumed(folder, way)
     seconds = 0.0
     for save in itertools.count():
@@ -102,6 +107,7 @@ def _killed(rank: int, world: int, folder: str, way: str, moment: float) -> None
 
 
 def _undisturbed(rank: int, world: int, folder: str, way: str, until: int) -> tuple[int, list[bytes]]:
+    """Resumes and trains to step `until` without saving. Returns the step and the bits of weights and state."""
     model, optimizer, number = _resumed(folder, way)
     for each in range(number, until):
         step(model, optimizer, each)
@@ -114,12 +120,12 @@ def _undisturbed(rank: int, world: int, folder: str, way: str, until: int) -> tu
 def test_crash_safety_a_run_that_is_killed_while_saving_goes_on_from_the_last_checkpoint(
     way: str, tmp_path: pathlib.Path
 ) -> None:
-    """SIGKILL of each rank, at random moments of a save."""
+    """SIGKILL of each rank, at random moments of a save. Afterwards the bits must be those of a run without kills."""
     *_, present, leftover = WAYS[way]
     moments, cut_short = random.Random(11), 0
     for _ in range(KILLS):
         ends = ranks.outcomes(WORLD, _killed, str(tmp_path), way, moments.random())
-        # The last one to be killed may have lost its peer before.
+        # The rank that is killed later may instead have failed because its peer was gone.
         assert any(end == ranks.Died(-signal.SIGKILL) for end in ends), ends
         names = {file.name for file in tmp_path.glob(leftover)}
         if way == "a folder of DCP" and (tmp_path / present).exists():

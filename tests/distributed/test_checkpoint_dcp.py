@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint under every strategy: what one world saved, any other loads, bit for bit."""
+"""torch.distributed.checkpoint under every strategy: what one world saves, every other world loads, bit for bit."""
 
 import itertools
 import warnings
@@ -22,7 +22,7 @@ STATES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "8-bit moments": (BF16, {"store_param_remainders": True, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}),
     "fp16 moments": (FP16, {"exp_avg_dtype": "fp16", "exp_avg_sq_dtype": "fp16"}),
 }
-# The world, the strategy, and the elements of a bucket: two buckets and more, shards that are padded and uneven.
+# By name: world size, strategy, bucket_size. They cover several buckets, and shards that are padded or uneven.
 WORLDS: dict[str, tuple[int, str, int | None]] = {
     "1 none": (1, "none", None),
     "2 ddp": (2, "ddp", None),
@@ -35,6 +35,7 @@ WORLDS: dict[str, tuple[int, str, int | None]] = {
 
 
 def made(strategy: str, states: str, size: int | None, seed: int = 7) -> tuple[Any, Any]:
+    """Returns the model, with weights drawn from `seed`, and its AdamW. size: bucket_size."""
     dtype, config = STATES[states]
     chosen = torch_ext.load_policy(
         dtype,
@@ -47,7 +48,7 @@ def made(strategy: str, states: str, size: int | None, seed: int = 7) -> tuple[A
         for p in model.parameters():
             p.copy_(torch.randn(p.shape, generator=weights))
         last = getattr(model, f"p{CHANNELS_LAST}")
-        if strategy != "optim_grads_params":  # FSDP2 takes contiguous ones only
+        if strategy != "optim_grads_params":  # FSDP2 accepts contiguous parameters only
             last.data = last.data.to(memory_format=torch.channels_last)
     if strategy == "ddp":
         model = DistributedDataParallel(model)
@@ -58,26 +59,28 @@ def made(strategy: str, states: str, size: int | None, seed: int = 7) -> tuple[A
 
 
 def steps(model: Any, optimizer: Any, which: range) -> None:
+    """Takes the training steps whose numbers are in `which`."""
     for step in which:
-        model(noise(step, 0, SHAPES, BF16)).backward()  # the same on every rank: so is the mean
+        model(noise(step, 0, SHAPES, BF16)).backward()  # the same on every rank, so the mean is, too
         optimizer.step()
         optimizer.zero_grad()
 
 
 def logical(model: Any, optimizer: Any) -> list[bytes]:
-    """The bits of the weights and of the whole state, on every rank."""
+    """Returns the bits of the whole weights and of the whole logical state, on every rank."""
     whole = optimizer.consolidate_state_dict(to=None)["state"]
     weights = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
     return bits([*weights, *(value.clone() for entry in whole.values() for value in entry.values())])
 
 
 def at_rest(model: Any, optimizer: Any) -> list[bytes]:
-    """The bits of what this rank has."""
+    """Returns the bits that this rank stores: its weights and optimizer state, compressed where they are."""
     weights = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
     return bits([*weights, *(value for entry in optimizer.state.values() for value in entry.values())])
 
 
 def _save(rank: int, world: int, strategy: str, size: int | None, folder: str) -> dict[str, list[bytes]]:
+    """Saves with torch's and with our writer; returns the logical bits by states."""
     found = {}
     for states in STATES:
         model, optimizer = made(strategy, states, size)
@@ -94,7 +97,7 @@ def _save(rank: int, world: int, strategy: str, size: int | None, folder: str) -
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, dict[str, list[bytes]]]]:
-    """By world: the folder, and the bits that are in it."""
+    """By world: the folder of its checkpoints, and the bits that were saved."""
     found = {}
     for name, (world, strategy, size) in WORLDS.items():
         folder = str(tmp_path_factory.mktemp("saved"))
@@ -105,7 +108,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, dict
 
 
 def _load(rank: int, world: int, strategy: str, size: int | None, sources: dict[str, Any]) -> list[str]:
-    """Through load_state_dict, and written in place."""
+    """Loads checkpoints of other worlds, through set_state_dict or in place. Returns what differs."""
     wrong = []
     ways = itertools.cycle(("set_state_dict", "in place, from what is at rest", "set_state_dict of what is at rest"))
     for source, (folder, expected) in sources.items():
@@ -124,15 +127,15 @@ def _load(rank: int, world: int, strategy: str, size: int | None, sources: dict[
                     set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=checkpoint["optimizer"])
             if logical(model, optimizer) != bits_saved:
                 wrong.append(f"{source}, {states}, {way}: other bits than were saved")
-            if states in ("remainders", "8-bit moments") and _goes_on_otherwise(
+            if states in ("remainders", "8-bit moments") and _next_step_differs(
                 model, optimizer, made(strategy, states, size)
             ):
                 wrong.append(f"{source}, {states}, {way}: goes on otherwise than from whole tensors")
     return wrong
 
 
-def _goes_on_otherwise(model: Any, optimizer: Any, other: tuple[Any, Any]) -> bool:
-    """Than a twin that loads whole tensors."""
+def _next_step_differs(model: Any, optimizer: Any, other: tuple[Any, Any]) -> bool:
+    """Whether one more step differs from that of a twin that loads the whole tensors."""
     other_model, other_optimizer = other
     other_optimizer.load_state_dict(optimizer.consolidate_state_dict(to=None))
     other_model.load_state_dict(model.state_dict())

@@ -1,5 +1,5 @@
-"""torch.distributed.checkpoint from torch.optim.AdamW into ours, without masters into with them, without names into
-with them, between strategies: a seeded table of savers and loaders."""
+"""torch.distributed.checkpoint loads what another optimizer saved: torch.optim.AdamW's state into ours, without masters
+into with masters, without names into with names, between strategies. A seeded table of savers and loaders."""
 
 import random
 import warnings
@@ -30,7 +30,7 @@ STATES = {
 
 
 class Side(NamedTuple):
-    """Who saves, or loads."""
+    """The model and optimizer that save, or that load. named: from named_parameters()."""
 
     kind: str
     states: str
@@ -38,7 +38,8 @@ class Side(NamedTuple):
     strategy: str
 
 
-def _made(side: Side, seed: int) -> tuple[Any, Any]:
+def _build(side: Side, seed: int) -> tuple[Any, Any]:
+    """Returns the side's model, with weights drawn from `seed`, and its optimizer."""
     dtype, config = STATES[side.states]
     model: Any = Given(SHAPES, dtype)
     weights = torch.Generator().manual_seed(seed)
@@ -55,6 +56,7 @@ def _made(side: Side, seed: int) -> tuple[Any, Any]:
 
 
 def _steps(model: Any, optimizer: Any, which: range) -> None:
+    """Takes the training steps whose numbers are in `which`."""
     for step in which:
         model(noise(step, 0, SHAPES, BF16)).backward()
         optimizer.step()
@@ -62,7 +64,7 @@ def _steps(model: Any, optimizer: Any, which: range) -> None:
 
 
 def _whole(model: Any, optimizer: Any) -> list[dict[str, torch.Tensor]]:
-    """Weights and logical states, on every rank."""
+    """Returns weights and logical states by parameter, on every rank."""
     if isinstance(optimizer, torch_ext.AdamW):
         state = optimizer.consolidate_state_dict(to=None)["state"]
         optimizer.state_dict()
@@ -76,6 +78,7 @@ def _whole(model: Any, optimizer: Any) -> list[dict[str, torch.Tensor]]:
 
 
 def _given(idiom: str, model: Any, optimizer: Any) -> dict[str, Any]:
+    """Returns what is given to dcp.save or dcp.load, by one of IDIOMS."""
     if idiom == "objects":
         return {"model": model, "optimizer": optimizer}
     if idiom == "state dicts":
@@ -86,11 +89,12 @@ def _given(idiom: str, model: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def _load(idiom: str, model: Any, optimizer: Any, folder: str) -> None:
+    """Loads through our reader, and sets the states where the idiom does."""
     given = _given(idiom, model, optimizer)
     dcp.load(given, storage_reader=torch_ext.CheckpointReader(folder))
     if idiom == "state dicts":
         optimizer.load_state_dict(given["optimizer"])
-    # torch looks for flattened keys among those at rest, which remainders are not.
+    # Not for remainders: torch looks for flattened keys among the stored ones, where master_param is not.
     if idiom == "get and set" or (idiom == "flattened" and not optimizer.policy.store_param_remainders):
         options = StateDictOptions(flatten_optimizer_state_dict=idiom == "flattened")
         sets = {"model_state_dict": given["model"], "optim_state_dict": given["optimizer"]}
@@ -98,7 +102,7 @@ def _load(idiom: str, model: Any, optimizer: Any, folder: str) -> None:
 
 
 def _differs(saved: dict[str, torch.Tensor], found: dict[str, torch.Tensor], states: str) -> Iterator[str]:
-    """Keys whose values are not those that were saved, as the loader keeps them."""
+    """Yields the keys whose values differ from those that were saved, in the loader's dtypes."""
     dtype, _ = STATES[states]
     if bits([found["weight"]]) != bits([saved["weight"].to(dtype)]):
         yield "weight"
@@ -118,6 +122,7 @@ def _differs(saved: dict[str, torch.Tensor], found: dict[str, torch.Tensor], sta
 
 
 def _cases(seed: int, n: int) -> list[tuple[Side, Side, str, bool]]:
+    """Draws `n` cases: saver, loader, idiom, and whether the loader has taken a step before."""
     draw = random.Random(seed)
     found = []
     while len(found) < n:
@@ -126,24 +131,25 @@ def _cases(seed: int, n: int) -> list[tuple[Side, Side, str, bool]]:
         if kind == "ours":
             saver = Side(kind, draw.choice(list(STATES)), draw.random() < 0.3, draw.choice(STRATEGIES))
         idiom = draw.choice(IDIOMS)
-        # Without names a master is found again by its parameter's only where torch puts that into the keys.
+        # A loader without names finds a parameter's master only if torch puts the parameter's name into the keys.
         named = draw.random() < 0.5 or idiom in ("objects", "state dicts")
         states = draw.choice(list(STATES))
         if saver.states not in ("fp32", "no master") and states in ("fp32", "no master"):
-            continue  # masters that the loader has no place for: test_loading
+            continue  # the loader has no place for masters: test_loading
         found.append((saver, Side("ours", states, named, draw.choice(STRATEGIES)), idiom, draw.random() < 0.5))
     return found
 
 
 def _pairs(rank: int, world: int, seed: int, n: int, folder: str) -> list[str]:
+    """Saves and loads each case; returns what is wrong."""
     wrong = []
     for i, (saver, loader, idiom, stepped) in enumerate(_cases(seed, n)):
-        model, optimizer = _made(saver, 7)
+        model, optimizer = _build(saver, 7)
         _steps(model, optimizer, range(2))
         saved = _whole(model, optimizer)
         at = f"{folder}/{i}"
         dcp.save(_given(idiom, model, optimizer), checkpoint_id=at)
-        other_model, other = _made(loader, 8)
+        other_model, other = _build(loader, 8)
         if stepped:
             _steps(other_model, other, range(5, 6))
         case = f"{saver} -> {loader}, {idiom}, {'stepped' if stepped else 'fresh'}"
@@ -177,7 +183,8 @@ WORDS = (
 
 
 def _saved_by_torch(folder: Path) -> tuple[Any, Any]:
-    model, optimizer = _made(Side("torch", "masters", False, "none"), 7)
+    """Saves a model with torch.optim.AdamW through torch's writer."""
+    model, optimizer = _build(Side("torch", "masters", False, "none"), 7)
     _steps(model, optimizer, range(2))
     dcp.save(_given("get and set", model, optimizer), checkpoint_id=folder)
     return model, optimizer
@@ -185,10 +192,10 @@ def _saved_by_torch(folder: Path) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("idiom", IDIOMS)
 def test_torchs_planner_says_which_reader_loads_what_is_missing(idiom: str, tmp_path: Path) -> None:
-    model, optimizer = _made(Side("torch", "masters", False, "none"), 7)
+    model, optimizer = _build(Side("torch", "masters", False, "none"), 7)
     _steps(model, optimizer, range(2))
     dcp.save(_given(idiom, model, optimizer), checkpoint_id=tmp_path)
-    loader, ours = _made(Side("ours", "masters", True, "none"), 8)
+    loader, ours = _build(Side("ours", "masters", True, "none"), 8)
     before = _whole(loader, ours)
     with pytest.raises(CheckpointException, match=WORDS):
         dcp.load(_given(idiom, loader, ours), checkpoint_id=tmp_path)
@@ -198,7 +205,7 @@ def test_torchs_planner_says_which_reader_loads_what_is_missing(idiom: str, tmp_
 
 def test_a_planner_that_passes_over_what_is_missing_makes_masters_too(tmp_path: Path) -> None:
     saved = _whole(*_saved_by_torch(tmp_path))
-    model, optimizer = _made(Side("ours", "remainders", False, "none"), 8)
+    model, optimizer = _build(Side("ours", "remainders", False, "none"), 8)
     with pytest.warns(UserWarning, match="no 'optimizer.state.p0.master_param', .* made from the weights in it"):
         planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
         dcp.load(_given("get and set", model, optimizer), checkpoint_id=tmp_path, planner=planner)
@@ -207,15 +214,15 @@ def test_a_planner_that_passes_over_what_is_missing_makes_masters_too(tmp_path: 
 
 
 def test_masters_of_parameters_without_names_are_the_weights_that_were_loaded(tmp_path: Path) -> None:
-    model, optimizer = _made(Side("torch", "fp32", False, "none"), 7)
+    model, optimizer = _build(Side("torch", "fp32", False, "none"), 7)
     _steps(model, optimizer, range(2))
     dcp.save(_given("objects", model, optimizer), checkpoint_id=tmp_path)
-    loader, ours = _made(Side("ours", "masters", False, "none"), 8)
+    loader, ours = _build(Side("ours", "masters", False, "none"), 8)
     with pytest.warns(
         UserWarning, match="no 'optimizer.state.0.master_param', .*the weight is its master from the next"
     ):
         _load("objects", loader, ours, str(tmp_path))
-    ours.resync_masters()  # as the next step does
+    ours.resync_masters()  # as the next step would do
     for there, here in zip(_whole(model, optimizer), _whole(loader, ours), strict=True):
         assert not list(_differs({**there, "master_param": there["weight"].bfloat16()}, here, "masters"))
 
@@ -238,7 +245,7 @@ def test_keys_that_every_adam_has_stay_missed(what: str, tmp_path: Path, monkeyp
         return metadata
 
     monkeypatch.setattr(torch_ext.CheckpointReader, "read_metadata", without)
-    model, optimizer = _made(Side("ours", "masters", True, "none"), 8)
+    model, optimizer = _build(Side("ours", "masters", True, "none"), 8)
     with pytest.raises(CheckpointException, match=f"Missing key in checkpoint state_dict: {MISSING[what]}"):
         _load("get and set", model, optimizer, str(tmp_path))
 

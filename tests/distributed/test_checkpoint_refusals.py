@@ -1,4 +1,5 @@
-"""Folders of torch.distributed.checkpoint that are truncated, mixed or foreign: refused by name, nothing changed."""
+"""Folders of torch.distributed.checkpoint that are truncated, mixed or foreign must be rejected by the file's name, and
+the rejected load must change nothing."""
 
 import pathlib
 import re
@@ -40,11 +41,14 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 def data(folder: pathlib.Path, rank: int) -> pathlib.Path:
+    """Returns the rank's data file."""
     (found,) = folder.glob(f"__{rank}_*.distcp")
     return found
 
 
 def truncated(by: int) -> Callable[[pathlib.Path, pathlib.Path], None]:
+    """Returns a function that cuts the last `by` bytes from rank 1's file."""
+
     def cut(folder: pathlib.Path, saves: pathlib.Path) -> None:
         file = data(folder, 1)
         file.write_bytes(file.read_bytes()[:-by])
@@ -57,6 +61,8 @@ def missing(folder: pathlib.Path, saves: pathlib.Path) -> None:
 
 
 def file_of(name: str, rank: int) -> Callable[[pathlib.Path, pathlib.Path], None]:
+    """Returns a function that replaces rank 1's file by a file of this save and rank."""
+
     def put(folder: pathlib.Path, saves: pathlib.Path) -> None:
         shutil.copy(data(saves / name, rank), data(folder, 1))
 
@@ -64,6 +70,8 @@ def file_of(name: str, rank: int) -> Callable[[pathlib.Path, pathlib.Path], None
 
 
 def metadata_of(name: str) -> Callable[[pathlib.Path, pathlib.Path], None]:
+    """Returns a function that replaces .metadata by that of this save."""
+
     def put(folder: pathlib.Path, saves: pathlib.Path) -> None:
         shutil.copy(saves / name / ".metadata", folder / ".metadata")
 
@@ -74,7 +82,7 @@ def text(folder: pathlib.Path, saves: pathlib.Path) -> None:
     (folder / ".metadata").write_text("a checkpoint")
 
 
-# how -> what is done to a copy of the former one, and what is said
+# By name: the damage to a copy of "former", and a pattern of the error's text.
 BROKEN: dict[str, tuple[Callable[[pathlib.Path, pathlib.Path], None], str]] = {
     "a file that ends too early": (truncated(1000), r"__1_\S+\.distcp is truncated: it has \d+ bytes of \d+.*'\S+'"),
     "a file without its last byte": (truncated(1), r"__1_\S+\.distcp is truncated"),
@@ -92,6 +100,7 @@ BROKEN: dict[str, tuple[Callable[[pathlib.Path, pathlib.Path], None], str]] = {
 
 
 def _refused(rank: int, world: int, folder: str) -> list[str]:
+    """Tries to load each folder; returns the errors."""
     model, optimizer = made("optim", EIGHT_BIT, seed=8)
     steps(model, optimizer, range(5, 6))
     before = whole(optimizer)
@@ -100,7 +109,7 @@ def _refused(rank: int, world: int, folder: str) -> list[str]:
         state, optimizer_state = get_state_dict(model, optimizer)
         try:
             dcp.load({"model": state, "optimizer": optimizer_state}, storage_reader=torch_ext.CheckpointReader(path))
-        except BaseException as refusal:  # DCP's exceptions are none of Exception's
+        except BaseException as refusal:  # DCP's exceptions are not derived from Exception
             said.append(f"{path.name}: {refusal}")
         assert whole(optimizer) == before, path.name
     return said
@@ -117,7 +126,7 @@ def test_folders_that_are_truncated_or_mixed_are_refused_by_name(saves: pathlib.
 
 
 def _readers(rank: int, world: int, folder: str) -> None:
-    """torch's reader reads what our writer wrote, and ours what torch's did; a folder is overwritten whole."""
+    """Loads our writer's folder with torch's reader, and torch's with ours. Then saves to one folder repeatedly."""
     for saved, reader in (("former", dcp.FileSystemReader), ("torch's former", torch_ext.CheckpointReader)):
         model, optimizer = made("optim", EIGHT_BIT)
         steps(model, optimizer, SAVES["former"][2])

@@ -1,4 +1,4 @@
-"""States that are cut over the ranks: what torch's tools make of them, in memory and while training goes on."""
+"""Sharded optimizer states in torch's tools: copies, StateDictOptions, saves while training goes on."""
 
 import copy
 import io
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import torch_ext
 
-# -- whole tensors are asked for, and there are none
+# -- operations that need a whole tensor, of a state that is sharded
 
 WHOLE: dict[str, Callable[[Any, Any, Any], Any]] = {
     "state dict, saved": lambda model, optimizer, t: torch.save(optimizer.state_dict(), io.BytesIO()),
@@ -43,6 +43,7 @@ WHOLE: dict[str, Callable[[Any, Any, Any], Any]] = {
 
 
 def _whole_ones(rank: int, world: int) -> None:
+    """Every operation that needs the whole tensor must raise, name it and suggest consolidate_state_dict."""
     model, optimizer = made("optim", EIGHT_BIT)
     steps(model, optimizer, range(1))
     before = whole(optimizer)
@@ -83,11 +84,13 @@ COPIES: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def _each(state_dict: dict[str, Any], do: Callable[[Any], Any]) -> dict[str, Any]:
+    """Applies `do` to each tensor of the state dict."""
     state = {index: {key: do(value) for key, value in entry.items()} for index, entry in state_dict["state"].items()}
     return {**state_dict, "state": state}
 
 
 def _copied(rank: int, world: int, config: dict[str, Any]) -> None:
+    """Every kind of copy must load, and real copies must keep the old values while training goes on."""
     for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
         model, optimizer = made(strategy, config)
         steps(model, optimizer, range(2))
@@ -115,7 +118,7 @@ def test_D4_copies_of_cut_states_load_bit_for_bit(config: dict[str, Any]) -> Non
 
 
 def _options(rank: int, world: int, strategy: str) -> None:
-    """Whole tensors through get_ and set_optimizer_state_dict, from every rank or from the first."""
+    """Sets whole tensors through set_optimizer_state_dict, given to every rank or to rank 0 only."""
     model, optimizer = made(strategy, EIGHT_BIT)
     steps(model, optimizer, range(2))
     before = whole(optimizer)
@@ -145,7 +148,7 @@ def test_G5_full_state_dicts_are_taken_by_every_strategy(strategy: str) -> None:
 
 
 def _flattened(rank: int, world: int) -> None:
-    """As torchtitan saves: names in the keys, which are those of logical states whatever is stored."""
+    """Flattens as torchtitan saves: names in the keys, which are those of logical states whatever is stored."""
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     for strategy in ("optim", "optim_grads_params"):
         for config in ({}, {"store_param_remainders": True}, EIGHT_BIT):
@@ -153,7 +156,7 @@ def _flattened(rank: int, world: int) -> None:
             steps(model, optimizer, range(2))
             before = whole(optimizer)
             flat = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
-            weights = copy.deepcopy(model.state_dict())  # beside which remainders are masters
+            weights = copy.deepcopy(model.state_dict())  # a remainder is a master only together with its weight
             steps(model, optimizer, range(2, 3))
             model.load_state_dict(weights)
             set_optimizer_state_dict(model, optimizer, flat, options=options)
@@ -168,6 +171,7 @@ def test_flattened_state_dicts() -> None:
 
 
 def _asynchronous(rank: int, world: int, folder: str, writer: bool) -> None:
+    """Trains on while a checkpoint is saved: it must have the state at the time of the call."""
     for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
         for name, config in (("masters", {}), ("8-bit", EIGHT_BIT)):
             model, optimizer = made(strategy, config)
@@ -177,7 +181,7 @@ def _asynchronous(rank: int, world: int, folder: str, writer: bool) -> None:
             state, optimizer_state = get_state_dict(model, optimizer)
             where = f"{folder}/{strategy} {name}"
             how = {"storage_writer": dcp.FileSystemWriter(where)} if writer else {"checkpoint_id": where}
-            group = torch.distributed.new_group(backend="gloo")  # its collectives are among those of training
+            group = torch.distributed.new_group(backend="gloo")  # the save's collectives run between those of training
             saving = dcp.async_save({"model": state, "optimizer": optimizer_state}, process_group=group, **how)
             steps(model, optimizer, range(2, 6))
             saving.result()
@@ -198,6 +202,7 @@ def test_G5_async_save_holds_the_state_at_the_call(tmp_path: Any) -> None:
 
 
 def _masters(rank: int, world: int) -> None:
+    """master_state_dict must have every master by name, in the consolidated state's bits."""
     for strategy in ("no_shard", "optim", "optim_grads_params"):
         for config in ({}, EIGHT_BIT, {"main_params_dtype": None}):
             model, optimizer = made(strategy, config)
@@ -223,10 +228,11 @@ def test_masters_by_name() -> None:
     ranks.run(2, _masters)
 
 
-# -- parts that are not wanted
+# -- shards of other ranks
 
 
 def _cut_otherwise(rank: int, world: int) -> None:
+    """Loads shards into an optimizer without shards, and one with other buckets: both must raise and change nothing."""
     model, optimizer = made("optim")
     parts = copy.deepcopy(optimizer.state_dict())
     plain = Given(SHAPES, BF16)

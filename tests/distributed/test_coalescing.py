@@ -1,5 +1,5 @@
-"""Neighbouring buckets that travel as one message: decided from the speed of the link, the same on all ranks, and
-nothing but time depends on it."""
+"""Neighbouring buckets may travel as one message. The link's speed decides which, the same on all ranks, and only the
+time may depend on it: no bit of a gradient."""
 
 import time
 from typing import Any
@@ -26,7 +26,8 @@ WIRES: list[Any] = [
 ]
 
 
-def _tells(rank: int, world: int, strategy: str) -> None:
+def _checks_slots(rank: int, world: int, strategy: str) -> None:
+    """The slots for messages in flight must count a joined message by its size."""
     chosen = policy(BF16, bucket_size=300, overlap_grad_reduce=True)
     engine = parallel_module.reducer_of(torch_ext.parallelize(Given(SHAPES, BF16), chosen, strategy=strategy))
     n = len(engine.plan.buckets)
@@ -36,11 +37,11 @@ def _tells(rank: int, world: int, strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
 def test_joined_buckets_take_more_slots(strategy: str) -> None:
-    ranks.run(2, _tells, strategy)
+    ranks.run(2, _checks_slots, strategy)
 
 
 def _join(n: int) -> None:
-    """Buckets of one buffer travel n at a time, whatever the link is."""
+    """Makes buckets of one flat buffer travel n at a time, whatever the link's speed."""
 
     def decide(buckets: Any, *_: Any) -> message_plan.Messages:
         return message_plan.Messages(ends=(*range(n, len(buckets), n), len(buckets)))
@@ -49,7 +50,7 @@ def _join(n: int) -> None:
 
 
 def _parallel_model(dtypes: Any, strategy: str = "no_shard", **ddp: Any) -> tuple[Any, Any]:
-    """A model with small buckets, and its engine."""
+    """Returns a model with small buckets, and its reducer."""
     options = {"bucket_size": 300, "overlap_grad_reduce": True, **ddp}
     chosen = policy(*dtypes, **options)
     model = torch_ext.parallelize(Given(SHAPES, BF16), chosen, strategy=strategy, find_unused_parameters=True)
@@ -57,13 +58,13 @@ def _parallel_model(dtypes: Any, strategy: str = "no_shard", **ddp: Any) -> tupl
 
 
 def _train(rank: int, dtypes: Any, strategy: str, **ddp: Any) -> tuple[list[list[bytes]], int]:
-    """The gradients of all cycles, those that this rank steps, and how many messages the buckets make."""
+    """Returns the gradients of all cycles, those that this rank steps, and the number of messages."""
     model, engine = _parallel_model(dtypes, strategy, **ddp)
     found = []
     for seed in range(CYCLES):
         model.zero_grad()
         grads: list[Any] = noise(seed, rank, SHAPES, BF16)
-        grads[seed + rank] = None  # it does not come
+        grads[seed + rank] = None  # this gradient does not come
         if seed % 2:
             with model.no_sync():
                 model(noise(seed + 100, rank, SHAPES, BF16)).backward()
@@ -75,6 +76,7 @@ def _train(rank: int, dtypes: Any, strategy: str, **ddp: Any) -> tuple[list[list
 
 
 def _joined_and_not(rank: int, world: int, strategy: str, dtypes: Any, ddp: Any) -> None:
+    """Joining 2 or 5 buckets must leave the bits of separate buckets."""
     alone, messages = _train(rank, dtypes, strategy, **ddp)
     for n in (2, 5):
         _join(n)
@@ -89,7 +91,7 @@ def _joined_and_not(rank: int, world: int, strategy: str, dtypes: Any, ddp: Any)
 @pytest.mark.parametrize(("dtypes", "ddp"), WIRES)
 def test_bits_do_not_depend_on_what_is_joined(world: int, strategy: str, dtypes: Any, ddp: Any) -> None:
     if strategy != "no_shard":
-        ddp = {key: value for key, value in ddp.items() if key != "grad_gather_dtype"}  # nobody gathers sums
+        ddp = {key: value for key, value in ddp.items() if key != "grad_gather_dtype"}  # sums are not gathered
     ranks.run(world, _joined_and_not, strategy, dtypes, ddp)
 
 
@@ -98,7 +100,7 @@ class _Broken(Exception):
 
 
 def _raises(rank: int, world: int) -> None:
-    """In the middle of joined buckets, on all ranks; then training goes on with the right sums."""
+    """Raises in the middle of joined buckets on all ranks. Training must then go on with the right sums."""
     _join(4)
     model, _ = _parallel_model((BF16,))
     for seed in range(CYCLES):
@@ -123,6 +125,7 @@ def test_a_backward_that_raises_among_joined_buckets_is_survived() -> None:
 
 
 def _late(rank: int, world: int) -> str:
+    """Rank 1 comes later than the time-out; returns rank 0's error."""
     _join(4)
     model, _ = _parallel_model((BF16,))
     for seed in range(CYCLES):
@@ -140,12 +143,13 @@ def test_a_timeout_names_the_joined_buckets() -> None:
     assert "gradients of cycle 3, buckets 0 to 3 " in message and "rank 1 did not respond" in message
 
 
-# -- what the link decides ----------------------------------------------------------------------------------------
+# -- what the link's speed decides -----------------------------------------------------------------------------------
 
 LARGE = [262_144] * 10
 
 
 def _messages(strategy: str = "no_shard", **ddp: Any) -> message_plan.Messages:
+    """Returns the messages that plan_buckets shows for two ranks."""
     chosen = policy(BF16, overlap_grad_reduce=True, data_parallel_sharding_strategy=strategy, **ddp)
     return torch_ext.plan_buckets(LARGE, chosen, 2).messages
 
@@ -172,7 +176,7 @@ def test_a_link_that_is_none_is_refused() -> None:
 
 
 def _as_planned(rank: int, world: int) -> None:
-    """What is given is not measured; what is measured is in the plan, before and after buckets are laid out anew."""
+    """A given speed must not be measured. A measured one must be in the plan, also after a new layout."""
     measured = []
 
     def measure(*_: Any) -> float:
@@ -205,6 +209,7 @@ def test_what_is_given_or_measured_is_in_the_plan() -> None:
 
 
 def _measures(rank: int, world: int) -> float | None:
+    """Measures the link, and checks how many bytes that takes."""
     exchange = factory.make_communicator(dist.group.WORLD, torch.device("cpu"))
     before = exchange.bytes_sent
     found = link.measure(exchange, 3, "a test")
@@ -219,6 +224,7 @@ def test_every_rank_measures_the_same(world: int) -> None:
 
 
 def _differs(rank: int, world: int) -> str:
+    """Returns the error of ranks that are given different speeds."""
     with pytest.raises(RuntimeError) as raised:
         torch_ext.parallelize(Given(SHAPES, BF16), policy(BF16, link_gbps=1 + rank))
     return str(raised.value)
@@ -230,6 +236,7 @@ def test_ranks_agree_on_what_is_given() -> None:
 
 
 def _is_lost(rank: int, world: int) -> str:
+    """Rank 1 does not measure; returns rank 0's error."""
     exchange = factory.make_communicator(dist.group.WORLD, torch.device("cpu"))
     if rank == 1:
         time.sleep(4)

@@ -1,4 +1,4 @@
-"""E1: every combination of dtypes runs under every strategy, or is an error that says what is supported."""
+"""E1: every combination of dtypes runs under every strategy, or raises an error that says what is supported."""
 
 from itertools import product
 from typing import Any
@@ -17,12 +17,12 @@ MAIN_PARAMS = [None, "fp32", "fp16"]
 MAIN_GRADS = [None, "fp32", "bf16", "fp16"]
 WIRES = ["fp32", "bf16", "fp16", "fp8"]
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
-# Relative error of one rounding.
+# Relative error of one rounding to the dtype.
 ROUNDING = {FP32: 2**-24, BF16: 2**-8, FP16: 2**-11, torch.uint8: 2**-4}
 
 
 class Product(torch.nn.Module):
-    """A linear layer without a bias, whose gradient is what it is called with."""
+    """A weight whose gradient is exactly what the module is called with."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Product(torch.nn.Module):
 
 
 def _run(rank: int, world: int, param: str, main_params: Any, main: Any, wire: str, strategy: str) -> str:
-    """How one backward and step go: "ran", or the words of the refusal."""
+    """Runs one backward and step and checks the gradient. Returns "ran", or the error's text."""
     dtype = PARAMS[param]
     try:
         policy = torch_ext.load_policy(
@@ -62,6 +62,7 @@ def _run(rank: int, world: int, param: str, main_params: Any, main: Any, wire: s
 
 
 def _combinations(rank: int, world: int, strategy: str) -> dict[Any, str]:
+    """Runs every combination under a strategy."""
     cases = product(PARAMS, MAIN_PARAMS, MAIN_GRADS, WIRES)
     return {case: _run(rank, world, *case, strategy) for case in cases}
 

@@ -1,4 +1,4 @@
-"""register_comm_hook where something goes wrong: the message is ours, on every rank, and DDP is as good as before."""
+"""register_comm_hook: the bits are no_shard's. Where something goes wrong, every rank gets our message."""
 
 import contextlib
 import time
@@ -25,7 +25,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def _hooked(way: str = "plain", **ddp: Any) -> Any:
-    """Of several buckets, after the first backward, if the way does not say otherwise."""
+    """Returns a DDP model with our hook; it has several buckets after the first backward, except for "one bucket"."""
     group = ranks.group_with_collectives() if way == "collectives" else None
     model = DistributedDataParallel(Given(SHAPES), process_group=group, **({"bucket_cap_mb": 0.0001} | WAYS[way]))
     torch_ext.register_comm_hook(model, policy(**ddp))
@@ -33,6 +33,7 @@ def _hooked(way: str = "plain", **ddp: Any) -> Any:
 
 
 def _is_mean(model: Any, step: int, world: int) -> bool:
+    """Whether the gradients are the mean of the ranks' noise of this step."""
     each = [noise(step, rank, SHAPES) for rank in range(world)]
     return all(
         torch.allclose(p.grad, torch.stack(grads).mean(0), atol=1e-6)
@@ -42,8 +43,8 @@ def _is_mean(model: Any, step: int, world: int) -> bool:
 
 # -- the bits -----------------------------------------------------------------------------------------------------
 
-OF_ALL_KINDS: list[Any] = [(), (300,), (1,), (0, 3), (127,), (129, 3), (4, 6, 3, 3), (5000,), (2,)]
-DTYPES = {  # of parameters, of their gradients, of the wire, of gathered sums
+SHAPES_OF_ALL_KINDS: list[Any] = [(), (300,), (1,), (0, 3), (127,), (129, 3), (4, 6, 3, 3), (5000,), (2,)]
+DTYPES = {  # of parameters, gradients, wire, gathered sums
     "fp8": (FP32, None, "fp8", None),
     "fp8, gathered in fp8": (FP32, None, "fp8", "fp8"),
     "bf16 in fp8": (BF16, "bf16", "fp8", None),
@@ -52,31 +53,34 @@ DTYPES = {  # of parameters, of their gradients, of the wire, of gathered sums
 }
 
 
-def _of_all_kinds(dtype: torch.dtype) -> Any:
-    model = Given(OF_ALL_KINDS, dtype)
+def _model_of_all_kinds(dtype: torch.dtype) -> Any:
+    """Returns a model with parameters of all shapes, one transposed and one channels_last."""
+    model = Given(SHAPES_OF_ALL_KINDS, dtype)
     model.p5.data = torch.zeros(3, 129, dtype=dtype).t()
     model.p6.data = model.p6.data.to(memory_format=torch.channels_last)
     return model
 
 
 def _trained(model: Any, rank: int) -> list[list[bytes]]:
+    """Returns the gradients of three backwards."""
     found = []
     for step in range(3):
         model.zero_grad()
-        grads = noise(step, rank, OF_ALL_KINDS)
+        grads = noise(step, rank, SHAPES_OF_ALL_KINDS)
         model(grads).backward()
         found.append(bits([p.grad for p in model.parameters()]))
     return found
 
 
 def _as_no_shard(rank: int, world: int, dtypes: Any, **options: Any) -> None:
+    """With buckets of any size, and with any transport, DDP's gradients must be no_shard's."""
     dtype, main, wire, gather = dtypes
     chosen = policy(dtype, main, wire, grad_gather_dtype=gather)
-    expected = _trained(torch_ext.parallelize(_of_all_kinds(dtype), chosen, strategy="no_shard", **options), rank)
+    expected = _trained(torch_ext.parallelize(_model_of_all_kinds(dtype), chosen, strategy="no_shard", **options), rank)
     for transport in ("point to point", "collectives"):
         group = ranks.group_with_collectives() if transport == "collectives" else None
         for cap_mb in (25, 0.002, 0.00001):
-            model = DistributedDataParallel(_of_all_kinds(dtype), process_group=group, bucket_cap_mb=cap_mb)
+            model = DistributedDataParallel(_model_of_all_kinds(dtype), process_group=group, bucket_cap_mb=cap_mb)
             torch_ext.register_comm_hook(model, chosen, **options)
             assert _trained(model, rank) == expected, f"{transport}, DDP's buckets of {cap_mb} MB"
 
@@ -88,6 +92,7 @@ def test_bits_are_those_of_no_shard_whatever_ddps_buckets_are(world: int, dtypes
 
 
 def _divided(rank: int, world: int, dtypes: Any, factor: float) -> None:
+    """A gradient_divide_factor must divide the sums, as no_shard divides them."""
     _as_no_shard(rank, world, dtypes, gradient_divide_factor=factor)
     model = DistributedDataParallel(Given(SHAPES))
     torch_ext.register_comm_hook(model, policy(wire="fp32"), gradient_divide_factor=factor)
@@ -129,7 +134,7 @@ LONG = [(300_001,), (3,), (129, 7), (700_000,)]
 
 
 def _cut(rank: int, world: int, wire: str, dtype: torch.dtype) -> None:
-    """A slow link cuts buckets in the middle of parameters, and compresses what is bf16."""
+    """A slow link makes the hook cut buckets inside parameters, and compress bf16. The bits must be a fast link's."""
     found, messages = [], []
     for gbps in (1000, 0.1):
         model = DistributedDataParallel(Given(LONG, dtype))
@@ -165,7 +170,7 @@ def test_ranks_agree_on_what_sums_are_gathered_in() -> None:
 
 
 def _uneven(rank: int, world: int, hooked: bool) -> list[list[float]]:
-    """Rank r has `world - r` batches; then all have one more."""
+    """Trains under model.join(): rank r has `world - r` batches, then every rank has one more. Returns the weights."""
     model = DistributedDataParallel(torch.nn.Linear(8, 5), bucket_cap_mb=0.0001)
     if hooked:
         torch_ext.register_comm_hook(model, policy(wire="fp32"))
@@ -189,7 +194,7 @@ def _uneven(rank: int, world: int, hooked: bool) -> list[list[float]]:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_that_have_joined_reduce_zeros(world: int) -> None:
-    """DDP.join(), in which a rank without a batch calls the hook outside of a backward."""
+    """DDP.join() calls the hook outside of a backward on a rank that has no batch left."""
     found, expected = ranks.run(world, _uneven, True), ranks.run(world, _uneven, False)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours == found[0]
@@ -197,10 +202,11 @@ def test_ranks_that_have_joined_reduce_zeros(world: int) -> None:
             torch.testing.assert_close(torch.tensor(a), torch.tensor(b))
 
 
-# -- not a number -------------------------------------------------------------------------------------------------
+# -- gradients that are not finite -----------------------------------------------------------------------------------
 
 
 def _nan_then_on(rank: int, world: int, way: str) -> list[str]:
+    """Some steps have NaN; the gradients of the other steps must be right. Returns the errors."""
     model = _hooked(way, check_for_nan_in_grad=True)
     messages = []
     for step in range(6):
@@ -228,8 +234,8 @@ def test_after_a_gradient_that_is_not_finite_the_next_backward_is_right(way: str
 
 
 def _raises_later(rank: int, world: int) -> None:
-    """A verdict that zero_grad() has ended says nothing of a later backward that the user's own code raises in: what
-    lies in `.grad` then is the user's, as without a hook."""
+    """An error that zero_grad() has cleared must not block step() after a later backward in which the user's own code
+    raised: the gradients are then the user's affair, as without a hook."""
     model = _hooked(check_for_nan_in_grad=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     grads = noise(0, rank, SHAPES)
@@ -241,7 +247,7 @@ def _raises_later(rank: int, world: int) -> None:
     def stop(_: Any) -> None:
         raise KeyError("the user's")
 
-    handle = model.module.p0.register_hook(stop)  # whose gradient is the last one
+    handle = model.module.p0.register_hook(stop)  # p0's gradient comes last
     with pytest.raises(KeyError):
         model(noise(1, rank, SHAPES)).backward()
     handle.remove()
@@ -253,7 +259,7 @@ def test_a_step_after_a_backward_in_which_the_users_code_raised_is_the_users_own
 
 
 def _used_by_nobody(rank: int, world: int) -> None:
-    """What DDP knows of the parameters in use is of this backward, not of one that ended in a message."""
+    """DDP's record of the parameters in use must be that of this backward, not of the one before, which failed."""
     model = _hooked("find_unused_parameters", check_for_nan_in_grad=True)
     grads: list[Any] = noise(0, rank, SHAPES)
     grads[1][0] = float("inf")
@@ -270,7 +276,7 @@ def test_a_parameter_that_only_the_failed_backward_used_has_no_gradient_afterwar
 
 
 def _two_models(rank: int, world: int) -> None:
-    """In one backward, of which one has a message: the other's sums are right, and so is what follows."""
+    """Two models in one backward, of which one has NaN. The other's sums must be right, and the next backward, too."""
     one, two = _hooked(check_for_nan_in_grad=True), _hooked(check_for_nan_in_grad=True)
     for step in range(4):
         grads = noise(step, rank, SHAPES)
@@ -290,10 +296,11 @@ def test_another_model_in_the_same_backward_goes_on() -> None:
     ranks.run(2, _two_models)
 
 
-# -- a rank that is lost, or fails alone --------------------------------------------------------------------------
+# -- a rank that is lost, or that fails alone ------------------------------------------------------------------------
 
 
 def _opened(rank: int, world: int, way: str) -> None:
+    """Steps with parameters that master_weights() has replaced by their masters in between: ranks must stay equal."""
     model = DistributedDataParallel(Given(SHAPES, BF16), bucket_cap_mb=0.0001, **WAYS.get(way, {}))
     if way != "without our hook":
         torch_ext.register_comm_hook(model, policy(BF16))
@@ -325,7 +332,7 @@ def _no_memory(*_: Any) -> Any:
 
 @contextlib.contextmanager
 def _second_bucket_fails(model: Any, where: str) -> Iterator[None]:
-    """While the hook runs, or on the thread that packs it."""
+    """Makes the second bucket fail: in the hook itself, or on the thread that packs the message."""
     ((_, state),) = model._comm_hooks
     connection, calls = state._connection, []
     reduce, communicator = connection.reduce, connection.communicator
@@ -350,6 +357,7 @@ def _second_bucket_fails(model: Any, where: str) -> Iterator[None]:
 
 
 def _fails_in_the_hook(rank: int, world: int, where: str) -> list[str]:
+    """Rank 1's hook fails. Returns the errors, of which the later ones must repeat the first."""
     model = _hooked()
     model(noise(0, rank, SHAPES)).backward()
     messages = []
@@ -373,8 +381,9 @@ def test_an_error_inside_the_hook_is_the_message_and_so_it_stays(where: str) -> 
 
 
 def _lags(rank: int, world: int, way: str) -> list[str]:
+    """Rank 1 comes later than the time-out. Returns rank 0's errors."""
     model = _hooked(way)
-    for step in range(2):  # before the second forward DDP itself talks to the other ranks
+    for step in range(2):  # DDP's own messages to the other ranks come before the second forward
         model.zero_grad()
         model(noise(step, rank, SHAPES)).backward()
     if rank == 1:
@@ -393,7 +402,7 @@ def _lags(rank: int, world: int, way: str) -> list[str]:
 def test_the_message_of_a_lost_rank_is_the_exchanges_own(way: str) -> None:
     (first, again), _ = ranks.run(2, _lags, way, timeout=3)
     assert "cast" not in first and "time" in first.lower()
-    if way == "plain":  # a back end has its own words
+    if way == "plain":  # another back end has its own error text
         assert first.startswith("gradients of cycle 2, DDP bucket 0 ('p3' ... 'p3'): rank 1 did not respond (")
         assert first.endswith("this process group cannot be used any more.")
     assert again == f"gradients cannot be reduced any more: {first}"

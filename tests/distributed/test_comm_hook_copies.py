@@ -1,5 +1,5 @@
-"""A DistributedDataParallel with our hook is copied and saved as one with torch's hooks; and when its exchange fails or
-finds a gradient that is not finite, no optimizer steps."""
+"""A DistributedDataParallel with our hook can be copied and saved like one with torch's hooks. After an exchange that
+failed or found a gradient that is not finite, no optimizer steps."""
 
 import copy
 import io
@@ -36,13 +36,15 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 
 
 def _train(model: Any, rank: int, steps: range) -> list[bytes]:
+    """Runs a backward for each step and returns the last gradients."""
     for step in steps:
         model.zero_grad()
         model(noise(step, rank, SHAPES)).backward()
     return bits([p.grad for p in model.parameters()])
 
 
-def _made(hook: str) -> tuple[Any, Any]:
+def _build(hook: str) -> tuple[Any, Any]:
+    """Returns a DDP model with our hook or one of torch's, and our hook's state."""
     model = DistributedDataParallel(Given(SHAPES), bucket_cap_mb=0.0001)
     if hook == "ours":
         return model, torch_ext.register_comm_hook(model, policy(FP32, FP32, BF16))
@@ -51,11 +53,12 @@ def _made(hook: str) -> tuple[Any, Any]:
 
 
 def _copied(rank: int, world: int, way: str) -> None:
+    """A copy must reduce like DDP without a hook, and the original with its hook. A copy can get a hook."""
     plain = DistributedDataParallel(Given(SHAPES), bucket_cap_mb=0.0001)
     without = _train(plain, rank, range(3))
     found = {}
     for hook in ("torch's", "ours"):
-        model, state = _made(hook)
+        model, state = _build(hook)
         _train(model, rank, range(2))
         made = WAYS[way]((model, torch_ext.AdamW(model.parameters(), lr=0.1)))
         other, optimizer = made if isinstance(made, tuple) else (made, torch_ext.AdamW(made.parameters(), lr=0.1))
@@ -80,8 +83,8 @@ def test_a_copy_is_what_that_of_a_model_with_torchs_hook_is(way: str) -> None:
 
 
 def _state_alone(rank: int, world: int) -> None:
-    """As torch's documentation saves and loads PowerSGDState: the hook and its state, beside the model's state_dict."""
-    model, state = _made("ours")
+    """Saves the hook and its state without the model, as torch's documentation does with PowerSGDState."""
+    model, state = _build("ours")
     wanted = _train(model, rank, range(3))
     ((hook, _),) = model._comm_hooks
     saved = _through_a_file({"hook": hook, "state": state, "model": model.state_dict()})
@@ -98,8 +101,8 @@ def test_a_state_that_was_saved_alone_is_registered_with_another_model() -> None
 
 
 def _differing(rank: int, world: int) -> list[str]:
-    """Ranks that load states of different files are told so in the first backward."""
-    model, state = _made("ours")
+    """Ranks that load states of different files must get an error in the first backward, and in step()."""
+    model, state = _build("ours")
     loaded = _through_a_file(state)
     loaded._policy = policy(FP32, FP32, FP32 if rank else BF16)
     fresh = DistributedDataParallel(Given(SHAPES))
@@ -129,7 +132,8 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _fails(rank: int, world: int) -> None:
-    model, _ = _made("ours")
+    """Rank 1 is lost: step() of each optimizer with these parameters must raise, of an unrelated one not."""
+    model, _ = _build("ours")
     _train(model, rank, range(2))
     optimizers = [make(model.parameters()) for make in OPTIMIZERS.values()]
     other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
@@ -152,6 +156,7 @@ def test_a_failed_exchange_makes_step_refuse() -> None:
 
 
 def _poisoned(rank: int, world: int) -> None:
+    """NaN on rank 1: step() must raise until zero_grad(), then training must go on."""
     model = DistributedDataParallel(Given(SHAPES))
     torch_ext.register_comm_hook(model, policy(check_for_nan_in_grad=True))
     grads = noise(0, rank, SHAPES)
@@ -176,7 +181,7 @@ def test_gradients_that_are_not_finite_make_step_refuse_until_they_are_zeroed() 
     ranks.run(2, _poisoned)
 
 
-# -- what stands beside it ----------------------------------------------------------------------------------------
+# -- policies and parallelized models ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "torch.save"])
@@ -186,6 +191,7 @@ def test_a_policy_is_copied(way: str) -> None:
 
 
 def _parallel(rank: int, world: int, way: str, strategy: str) -> None:
+    """A copied parallelized model must be a plain one, with gradients of its own rank."""
     model: Any = Given(SHAPES, BF16)
     chosen = policy(BF16, FP32)
     torch_ext.parallelize(model, chosen, strategy=strategy)

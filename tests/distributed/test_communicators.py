@@ -1,5 +1,5 @@
-"""What moves bytes between ranks, below buckets and strategies: which way of doing so a group gets, what messages are
-called and lie in, and that nothing leaves that is written."""
+"""The communicators below buckets and strategies: which one a group gets, the tags and the memory of messages, and that
+no memory is overwritten before its message has been sent."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch_ext.parallel.grad_buffers import TemporaryBuckets
 NUMEL = 8192
 CPU = torch.device("cpu")
 
-# -- which, and what they agree on --------------------------------------------------------------------------------
+# -- which communicator, and what the ranks agree on ---------------------------------------------------------------
 
 
 def _by_back_end(rank: int, world: int) -> tuple[str, str]:
@@ -36,6 +36,7 @@ def test_messages_from_rank_to_rank_are_for_gloo_alone() -> None:
 
 
 def _other_version(rank: int, world: int, strategy: str) -> str:
+    """Rank 1 pretends to have another version of the library; returns the error. The group must work afterwards."""
     real = library.function
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
@@ -46,7 +47,7 @@ def _other_version(rank: int, world: int, strategy: str) -> str:
             )
         with pytest.raises(RuntimeError) as raised:
             torch_ext.parallelize(Given([4]), policy(), strategy=strategy)
-    dist.barrier()  # the group is as good as before
+    dist.barrier()  # the group still works
     torch_ext.parallelize(Given([4]), policy(), strategy=strategy)
     return str(raised.value)
 
@@ -58,6 +59,7 @@ def test_f6_ranks_with_libraries_of_different_versions_get_a_message() -> None:
 
 
 def test_engine_has_an_own_name_for_every_message() -> None:
+    """Two messages that may be in flight at a time must have different tags."""
     tags = [
         communicator.tag(engine, cycle, bucket) + half
         for engine in (0, 1, communicator._REDUCERS - 1)
@@ -69,10 +71,11 @@ def test_engine_has_an_own_name_for_every_message() -> None:
     assert parallelize_checks.MAX_BUCKETS == communicator.MAX_BUCKETS
 
 
-# -- memory of a bucket in the wire's dtype --------------------------------------------------------------------------
+# -- the memory of a bucket in the wire's dtype ----------------------------------------------------------------------
 
 
 def _temporary(rank: int, world: int, back_end: str) -> None:
+    """While a bucket's memory is in use, it cannot be requested with another size or dtype."""
     group = dist.group.WORLD if back_end == "gloo" else ranks.group_with_collectives()
     buckets = TemporaryBuckets(factory.make_communicator(group, CPU))
     wire = buckets.take(3, 256, BF16)
@@ -96,11 +99,11 @@ def test_e9_a_temporary_bucket_is_of_the_dtype_and_size_it_was_made_with(back_en
     ranks.run(1, _temporary, back_end)
 
 
-# -- what is written, and when --------------------------------------------------------------------------------------
+# -- when sums are written -----------------------------------------------------------------------------------------
 
 
 class Waited:
-    """A message whose wait is noted."""
+    """A message that records when it was waited for."""
 
     def __init__(self, work: dist.Work, waits: list[str]) -> None:
         self.work, self.waits = work, waits
@@ -114,7 +117,7 @@ class Waited:
 
 
 def _all_reduced(_rank: int, world: int, scattered: bool) -> tuple[list[Any], list[float], int]:
-    """What happened in which order, the sums, and the bytes sent for 256 elements of fp32 per rank."""
+    """Returns the order of events, the sums, and the bytes sent for 256 fp32 elements per rank."""
     exchange = factory.make_communicator(dist.group.WORLD, CPU)
     happened: list[Any] = []
     send = exchange.send  # type: ignore[attr-defined]
@@ -135,7 +138,7 @@ def _all_reduced(_rank: int, world: int, scattered: bool) -> tuple[list[Any], li
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("scattered", [False, True])
 def test_what_leaves_has_left_before_the_sum_is_written_over_it(world: int, scattered: bool) -> None:
-    """In parts nothing overtakes: a rank's sum comes after it has all of our part, and is not where our own lies."""
+    """Checks where and when sums are written. A sum must not overwrite our own part before that part has been sent."""
     for rank, (happened, sums, sent) in enumerate(ranks.run(world, _all_reduced, scattered)):
         mean = 0.5 * sum(range(1, world + 1))
         assert sums == ([mean] if not scattered else sorted({mean, 1.0 + rank}))
@@ -143,7 +146,7 @@ def test_what_leaves_has_left_before_the_sum_is_written_over_it(world: int, scat
         assert sent == 1024 * (world - 1) * (1 if scattered else 2)
 
 
-# -- compressed messages: their memory is theirs until everybody is done with it, and the next one's then. Without ranks
+# -- the memory of compressed messages: reused as soon as all sends of it are complete, and not before. Without ranks --
 
 
 def _values(disordered: bool = False) -> torch.Tensor:
@@ -156,8 +159,8 @@ def _message(pool: Any, values: torch.Tensor | None = None) -> Any:
     return gloo_p2p.CompressedMessage(_values() if values is None else values, pool)
 
 
-def _lent(pool: Any, count: int) -> list[int]:
-    """Where the next messages would lie; what is found is kept in use."""
+def _next_addresses(pool: Any, count: int) -> list[int]:
+    """Returns the addresses of the memory that the next messages get, and keeps that memory in use."""
     memories = [pool.lend(compression.size(NUMEL, torch.bfloat16), CPU) for _ in range(count)]
     pool.kept = memories
     return [memory.data_ptr() for memory in memories]
@@ -169,9 +172,9 @@ def test_what_several_ranks_are_sent_is_kept_for_the_last() -> None:
     where = message.bytes.data_ptr()
     first, second = (gloo_p2p.PendingSend(message, Work()) for _ in range(2))
     first.wait()
-    assert where not in _lent(pool, 1)
+    assert where not in _next_addresses(pool, 1)
     second.wait()
-    assert _lent(pool, 1) == [where]
+    assert _next_addresses(pool, 1) == [where]
 
 
 @pytest.mark.parametrize("others", [0, 1], ids=["all", "another-is-on-its-way"])
@@ -182,13 +185,13 @@ def test_a_message_that_is_waited_for_twice_is_given_back_once(others: int) -> N
     sent, *_ = [gloo_p2p.PendingSend(message, Work()) for _ in range(1 + others)]
     sent.wait()
     sent.wait()
-    found = _lent(pool, 2)
+    found = _next_addresses(pool, 2)
     assert found.count(where) == 1 - others
     assert len(set(found)) == 2, "two messages in one memory"
 
 
 def _arriving(pool: Any, values: torch.Tensor) -> tuple[Any, torch.Tensor, list[Work]]:
-    """On its way into a tensor of its own; the works of what is received."""
+    """Returns a message that is being received into a tensor, the tensor, and the Works of its parts."""
     wire = torch.empty(compression.size(NUMEL, torch.bfloat16), dtype=torch.uint8)
     rest = compression.compress(values, wire)
     sent = [wire, compression.end_of(values, rest)]
@@ -210,16 +213,16 @@ def test_what_arrives_is_there_after_the_first_wait_and_stays(disordered: bool) 
     arriving.wait()
     assert arriving.is_completed()
     assert torch.equal(into.view(torch.int16), values.view(torch.int16))
-    found = _lent(pool, 1)
-    pool.kept[0].fill_(0x5A)  # the next message's
+    found = _next_addresses(pool, 1)
+    pool.kept[0].fill_(0x5A)  # the next message overwrites the memory
     arriving.wait()
     assert torch.equal(into.view(torch.int16), values.view(torch.int16))
     assert [work.waits for work in works] == [1] * (1 + disordered)
-    assert found[0] not in _lent(pool, 2), "given back twice"
+    assert found[0] not in _next_addresses(pool, 2), "given back twice"
 
 
 def _exchange(monkeypatch: pytest.MonkeyPatch, world_size: int) -> tuple[Any, list[tuple[int, torch.Tensor]]]:
-    """Of rank 0, compressing, and what it sends to whom."""
+    """Returns rank 0's communicator, which compresses, and a list of what it sends to which rank."""
     sent: list[tuple[int, torch.Tensor]] = []
 
     def send(messages: list[torch.Tensor], peer: int, tag: int) -> Work:
@@ -229,7 +232,7 @@ def _exchange(monkeypatch: pytest.MonkeyPatch, world_size: int) -> tuple[Any, li
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda group: world_size)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: list(range(world_size)))
-    group: Any = type("Group", (), {"send": staticmethod(send)})()  # which failures are found by, as a real one
+    group: Any = type("Group", (), {"send": staticmethod(send)})()  # failures are looked up by it, as by a real group
     exchange = gloo.GlooCommunicator(group, CPU)
     exchange.compresses = True
     return exchange, sent
@@ -243,9 +246,9 @@ def test_what_all_ranks_are_sent_is_compressed_once(monkeypatch: pytest.MonkeyPa
     assert len({message.data_ptr() for _, message in sent}) == 1
     where = sent[0][1].data_ptr()
     for _, work in works:
-        assert where not in _lent(exchange._compressed_memory, 1)
+        assert where not in _next_addresses(exchange._compressed_memory, 1)
         work.wait()
-    assert _lent(exchange._compressed_memory, 1) == [where]
+    assert _next_addresses(exchange._compressed_memory, 1) == [where]
 
 
 def test_each_rank_is_sent_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""bf16 messages in three quarters of their bytes: the same bits, where the wire is slow or one asks for it."""
+"""Lossless compression of bf16 messages, on slow links or on request: about 3/4 of the bytes, and the same bits."""
 
 import math
 from typing import Any
@@ -16,21 +16,21 @@ from torch_ext.comm.wire import WireBuffer
 from torch_ext.parallel import memory_plan
 from torch_ext.parallel.strategies.table import strategies as strategy_names
 
-# Several buckets, of which each part is long enough to be compressed, and one that is not.
+# Several buckets whose parts are long enough to be compressed, and one whose part is not.
 SHAPES: list[Any] = [(256, 128), (128, 384), (96, 320), (3, 128), (192, 128)]
 BUCKET = 30_000
 PLAIN, ALWAYS, AUTO = "off", "on", "auto"
 
 
 def _disordered(seed: int, rank: int) -> list[torch.Tensor]:
-    """Numbers of every size, next to each other."""
+    """Returns gradients with values of very different sizes next to each other, which do not compress."""
     generator = torch.Generator().manual_seed(100 * seed + rank)
     sizes = [torch.randint(-60, 60, shape, generator=generator) for shape in SHAPES]
     return [torch.ldexp(torch.randn(s.shape, generator=generator), s).to(BF16) for s in sizes]
 
 
 def _ordinary(seed: int, rank: int) -> list[torch.Tensor]:
-    """As they come, with a row of zeros."""
+    """Returns gradients of ordinary sizes, with a row of zeros."""
     grads = noise(seed, rank, SHAPES, BF16)
     grads[0][17].zero_()
     return grads
@@ -40,7 +40,7 @@ GRADIENTS = {"ordinary": _ordinary, "disordered": _disordered}
 
 
 def _steps(rank: int, strategy: str, kind: str, compressed: str, dtypes: Any) -> tuple[Any, list[int]]:
-    """The weights after three steps, and the bytes of each."""
+    """Returns the weights after each of three steps, and the bytes that each sent."""
     chosen = policy(*dtypes, bucket_size=BUCKET, grad_comm_compression=compressed)
     model: Any = torch_ext.parallelize(Given(SHAPES, BF16), chosen, strategy=strategy)
     optimizer = torch_ext.AdamW(model.parameters(), policy=chosen)
@@ -56,6 +56,7 @@ def _steps(rank: int, strategy: str, kind: str, compressed: str, dtypes: Any) ->
 
 
 def _compared(rank: int, world: int, strategy: str, kind: str, dtypes: Any) -> Any:
+    """Compression must not change a bit. Returns the bytes of each step without and with it."""
     plain, plainly = _steps(rank, strategy, kind, PLAIN, dtypes)
     found, sent = _steps(rank, strategy, kind, ALWAYS, dtypes)
     assert found == plain
@@ -76,7 +77,7 @@ WIRES: list[Any] = [
 def test_the_bits_are_the_same_and_bytes_are_fewer(strategy: str, dtypes: Any, world: int) -> None:
     for plain, sent in ranks.run(world, _compared, strategy, "ordinary", dtypes):
         coded = dtypes[2] != BF16
-        trades = coded and world == 2 and strategy == "no_shard"  # no sum in bf16 travels
+        trades = coded and world == 2 and strategy == "no_shard"  # with two ranks no sum in bf16 is sent
         few = 1.0 if trades else 0.92 if coded else 0.78
         assert all(few - 0.09 < s / p <= few for s, p in zip(sent, plain, strict=True)), (plain, sent)
 
@@ -85,7 +86,7 @@ def test_the_bits_are_the_same_and_bytes_are_fewer(strategy: str, dtypes: Any, w
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
 def test_what_is_too_disordered_travels_as_it_is(strategy: str, world: int) -> None:
     for plain, sent in ranks.run(world, _compared, strategy, "disordered", (BF16, BF16, BF16)):
-        # Gathered weights are in order, gradients are not.
+        # Gathered weights compress; gradients do not.
         assert all(s > 0.85 * p for s, p in zip(sent, plain, strict=True)), (plain, sent)
         if strategy == "no_shard":
             assert all(0 <= s - p < p / 1000 for s, p in zip(sent, plain, strict=True)), (plain, sent)
@@ -98,6 +99,7 @@ def test_shards_of_fsdp2_are_compressed_where_one_asks_for_it() -> None:
 
 
 def _bytes_of_a_step(rank: int, _world: int) -> tuple[int, int, list[int]]:
+    """Returns a step's bytes without and with compression, and half of each bucket's elements."""
     _, plain = _steps(rank, "no_shard", "ordinary", PLAIN, (BF16,))
     _, sent = _steps(rank, "no_shard", "ordinary", ALWAYS, (BF16,))
     plan = torch_ext.plan_buckets(Given(SHAPES, BF16).named_parameters(), policy(BF16, bucket_size=BUCKET), 2)
@@ -105,22 +107,22 @@ def _bytes_of_a_step(rank: int, _world: int) -> tuple[int, int, list[int]]:
 
 
 def test_wire_bytes_are_those_of_the_messages() -> None:
-    """Two ranks: a half of each bucket there, and one of its sum back."""
+    """With two ranks each sends half of every bucket, and half of its sum back."""
     for plain, sent, halves in ranks.run(2, _bytes_of_a_step):
         sizes = [compression.size(n, BF16) or 2 * n for n in halves]
         assert plain - sent == 2 * (sum(2 * n for n in halves) - sum(sizes)) > 0
 
 
 def _without() -> None:
-    """An exchange that compresses nothing, as those of GPUs."""
+    """Makes the communicator unable to compress, as those of GPUs are."""
     gloo.GlooCommunicator.can_compress = property(lambda self: False, lambda self, value: None)  # type: ignore[assignment]
 
 
-# -- where the link is slow ---------------------------------------------------------------------------------------
+# -- slow links ------------------------------------------------------------------------------------------------------
 
 
 def _decided(rank: int, world: int, strategy: str, setting: str, link_gbps: float | None) -> bool:
-    """Whether three steps were compressed; the weights have the same bits as uncompressed ones."""
+    """Returns whether three steps were compressed, after checking that the bits are the uncompressed ones."""
     sent, found = {}, {}
     for compressed in (PLAIN, setting):
         chosen = policy(BF16, bucket_size=BUCKET, grad_comm_compression=compressed, link_gbps=link_gbps)
@@ -147,6 +149,7 @@ def test_a_link_that_is_given_decides(strategy: str, setting: str, link_gbps: fl
 
 
 def _measured(_rank: int, _world: int, gbps: float) -> bool:
+    """Does the same with a measured speed."""
     link.measure = lambda *_: gbps
     return _decided(_rank, _world, "no_shard", AUTO, None)
 
@@ -157,6 +160,7 @@ def test_a_link_that_is_measured_decides() -> None:
 
 
 def _elsewhere(rank: int, world: int) -> bool:
+    """Does the same where nothing can be compressed."""
     _without()
     return _decided(rank, world, "no_shard", AUTO, 0.5)
 
@@ -165,10 +169,11 @@ def test_what_cannot_be_compressed_is_sent_as_it_is_on_a_slow_link() -> None:
     assert ranks.run(2, _elsewhere) == [False] * 2
 
 
-# -- elsewhere ----------------------------------------------------------------------------------------------------
+# -- DDP's hook, gathers, damage, refusals ---------------------------------------------------------------------------
 
 
 def _hooked(rank: int, world: int, kind: str) -> None:
+    """DDP's hook must give the same gradients with and without compression, in fewer bytes if they compress."""
     found = []
     for compressed in (PLAIN, ALWAYS):
         ddp = DistributedDataParallel(Given(SHAPES, BF16))
@@ -187,7 +192,7 @@ def test_the_hook_of_ddp_compresses_where_one_asks_for_it(kind: str) -> None:
 
 
 def _gathers(_rank: int, _world: int) -> list[int]:
-    """How many all-gathers are under way after each that was started; the results are right."""
+    """Starts 10 all-gathers and checks their results. Returns how many were in flight after each start."""
     exchange: Any = factory.make_communicator(dist.group.WORLD, torch.device("cpu"))
     exchange.compresses = True
     started, under_way = [], []
@@ -210,12 +215,13 @@ def test_memory_of_gathers_is_bounded() -> None:
 
 
 def _damaged(rank: int, _world: int) -> None:
+    """Rank 1 sends a damaged message."""
     if rank == 1:
         compress = compression.compress
 
         def damaged(values: torch.Tensor, message: torch.Tensor) -> int:
             rest = compress(values, message)
-            message[0] += 1  # another number of escapes
+            message[0] += 1  # a wrong number of escapes
             return rest
 
         gloo_p2p.compression.compress = damaged
@@ -230,7 +236,7 @@ def test_a_damaged_message_is_an_error_that_names_bucket_and_rank() -> None:
 
 
 def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Elsewhere than over gloo nobody compresses: "always" is refused by name, everything else means "not here"."""
+    """Only gloo's messages are compressed. Elsewhere "on" is rejected by name, and the other values do nothing."""
     with pytest.raises(ValueError, match=r"grad_comm_compression='on'.*gloo.*'auto' and 'off'"):
         compression.refuse(policy(BF16, grad_comm_compression=ALWAYS), False)
     for compressed in (PLAIN, AUTO):
@@ -265,6 +271,7 @@ def test_always_is_refused_before_anything_is_changed(refuses: Any) -> None:
 
 
 def _disagrees(rank: int, _world: int) -> list[str]:
+    """Returns the errors of ranks whose policies differ in the compression."""
     chosen, said = policy(BF16, grad_comm_compression=(PLAIN, AUTO)[rank]), []
     for model in (Given(SHAPES, BF16), DistributedDataParallel(Given(SHAPES, BF16))):
         take = torch_ext.parallelize if isinstance(model, Given) else torch_ext.register_comm_hook

@@ -1,4 +1,4 @@
-"""After destroy_process_group: whatever still has to speak over the group says so, by name of the call."""
+"""After destroy_process_group, every call that needs the group raises an error with the call's name."""
 
 import tempfile
 from collections.abc import Callable
@@ -17,6 +17,8 @@ SHAPES = [(4,), (200,), (3,)]
 
 
 class _Training:
+    """A model under a strategy and its optimizer, with gradients that were not stepped yet."""
+
     def __init__(self, rank: int, strategy: str, group: Any) -> None:
         self.rank, self.group, self.strategy = rank, group, strategy
         self.model: Any = Given(SHAPES, BF16)
@@ -51,7 +53,7 @@ CALLS: dict[str, tuple[str, Callable[[_Training], Any]]] = {
         lambda t: torch_ext.parallelize(Given(SHAPES), t.policy, process_group=t.group),
     ),
 }
-# Over a back end whose calls torch has to look up; gloo's messages from rank to rank go on.
+# Calls that also fail over a back end whose collectives torch has to look up. gloo's messages still work.
 COLLECTIVE_CALLS = CALLS | {
     "step": ("step()", lambda t: t.optimizer.step()),
     "master_weights": ("master_weights()", _Training.masters),
@@ -60,6 +62,7 @@ COLLECTIVE_CALLS = CALLS | {
 
 
 def _after_the_end(rank: int, world: int, strategy: str, collectives: bool) -> dict[str, str]:
+    """Destroys the group and returns each call's error. The weights must not change."""
     group = ranks.group_with_collectives() if collectives else dist.new_group()
     training = _Training(rank, strategy, group)
     dist.destroy_process_group(group)
@@ -80,11 +83,12 @@ def test_what_speaks_over_the_group_says_so(strategy: str, collectives: bool) ->
     for messages in ranks.run(2, _after_the_end, strategy, collectives):
         for name, message in messages.items():
             assert "destroy_process_group" in message, (name, message)
-            # Before gradients are looked at, step() and clip_grad_norm_() ask alike whether they can be stepped.
+            # step() and clip_grad_norm_() both check first whether the gradients can be stepped, with one message.
             assert COLLECTIVE_CALLS[name][0] in message or message.startswith("step(): "), (name, message)
 
 
 def _hooked(rank: int, world: int) -> str:
+    """Destroys a DDP model's group; returns the error of register_comm_hook."""
     group = dist.new_group()
     model = DistributedDataParallel(Given(SHAPES), process_group=group)
     dist.destroy_process_group(group)
@@ -99,7 +103,7 @@ def test_register_comm_hook_says_so() -> None:
 
 
 def _everything_ends(rank: int, world: int, strategy: str) -> None:
-    """What needs no other rank goes on: state is saved, a local norm is found."""
+    """Destroys all groups. Calls that need no other rank must still work: saving the state, a local norm."""
     folder = on_all_ranks(tempfile.mkdtemp() if rank == 0 else "")[0]
     training = _Training(rank, strategy, dist.group.WORLD)
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""torch_ext.diagnose where parameters are cut over ranks: FSDP2, our strategies, ZeroRedundancyOptimizer."""
+"""torch_ext.diagnose of parameters that are sharded over ranks: FSDP2, our strategies, ZeroRedundancyOptimizer."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ NAMES = {f"{i}.{kind}" for i in range(3) for kind in ("weight", "bias")}
 
 
 def _fsdp2(model: Any) -> Any:
-    """As frameworks set it up: forward and backward in bf16, by a policy."""
+    """Applies FSDP2 as frameworks do: forward and backward in bf16, by a mixed-precision policy."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
@@ -38,11 +38,13 @@ def _step(model: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _kinds(report: torch_ext.Report) -> set[str]:
+    """Returns the kinds of findings that are more than a note."""
     return {f.kind for f in report.findings if f.severity != "note"}
 
 
 def _areal_1292(rank: int, world: int) -> Any:
-    model = _fsdp2(_model(BF16))  # loaded in the compute dtype
+    """A model loaded in the compute dtype, as in AReaL #1292."""
+    model = _fsdp2(_model(BF16))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     before = torch_ext.diagnose(model, optimizer)
     _step(model, optimizer)
@@ -50,6 +52,7 @@ def _areal_1292(rank: int, world: int) -> Any:
 
 
 def _accelerate_3979(rank: int, world: int) -> Any:
+    """An upcast that assigns to a loop variable only, as in accelerate #3979."""
     model = _fsdp2(_model(BF16))
     for param in model.parameters():
         if param.requires_grad and param.dtype != FP32:
@@ -59,7 +62,7 @@ def _accelerate_3979(rank: int, world: int) -> Any:
 
 
 def _automodel_2248(rank: int, world: int) -> Any:
-    """reduce_dtype, which is what is changed first, changes nothing: it is fp32 here."""
+    """bf16 moments, as in Automodel #2248. reduce_dtype, which users change first, is fp32 already."""
     model = _fsdp2(_model(BF16))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     _step(model, optimizer)
@@ -87,7 +90,7 @@ def test_bf16_states_that_reducing_in_fp32_does_not_widen() -> None:
 
 
 def _healthy_fsdp2(rank: int, world: int) -> Any:
-    """fp32 shards are the masters; between forward and backward the module has other parameters."""
+    """Healthy: fp32 shards are masters. Between forward and backward the module has other, unsharded parameters."""
     model = _fsdp2(_model(FP32))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     found = [torch_ext.diagnose(model, optimizer)]
@@ -101,7 +104,7 @@ def _healthy_fsdp2(rank: int, world: int) -> Any:
 
 
 def _ours_fsdp2(rank: int, world: int) -> Any:
-    """bf16 shards that have masters in our optimizer: the policy's cast has nothing to do, and nothing is lost."""
+    """Healthy: bf16 shards whose masters are in our optimizer. The policy's cast does nothing, and no bits are lost."""
     model = _fsdp2(_model(BF16))
     optimizer = torch_ext.AdamW(model.named_parameters(), lr=1e-5)
     found = [torch_ext.diagnose(model, optimizer)]
@@ -110,7 +113,7 @@ def _ours_fsdp2(rank: int, world: int) -> Any:
 
 
 def _stale_after_sharding(rank: int, world: int) -> Any:
-    """An optimizer that was made before fully_shard has the parameters that were replaced."""
+    """An optimizer created before fully_shard, which replaces the parameters, refers to the old ones."""
     model = _model(FP32)
     optimizer = torch.optim.AdamW(model.parameters())
     return torch_ext.diagnose(_fsdp2(model), optimizer)
@@ -124,6 +127,7 @@ def test_fsdp2() -> None:
 
 
 def _strategies(rank: int, world: int) -> Any:
+    """diagnose must find nothing under our strategies, until weights are written behind the optimizer's back."""
     found: list[str] = []
     for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
         for config in ({}, {"store_param_remainders": True, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}):
@@ -148,6 +152,7 @@ def test_our_strategies() -> None:
 
 
 def _zero(rank: int, world: int) -> Any:
+    """ZeroRedundancyOptimizer: diagnose must find nothing although some parameters' states are on other ranks."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = _model(FP32)

@@ -1,4 +1,5 @@
-"""Gradients that are sharded otherwise than their parameters, as layers with sequence parallelism leave them."""
+"""Gradients whose placements differ from their parameters', as sequence-parallel layers leave them: a step must be that
+of the whole gradient."""
 
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import torch_ext
 
-CASES: dict[str, tuple[Any, Any]] = {  # placements of the parameter, and of its gradient
+CASES: dict[str, tuple[Any, Any]] = {  # placements of the parameter and of its gradient
     "a sum that was not made": (Replicate(), Partial()),
     "a sum of a shard": (Shard(0), Partial()),
     "whole, of a shard": (Shard(0), Replicate()),
@@ -29,7 +30,7 @@ def _clip_in_place(optimizer: Any, step: int) -> None:
 
 
 def _unscale(optimizer: Any, step: int) -> None:
-    """By another scale in each step, as Adam does not see one that stays the same."""
+    """Unscales, with another scale in each step: Adam's step does not depend on a scale that stays the same."""
     config = {"initial_loss_scale": 16.0**step}
     scaler = torch_ext.load_policy(torch.float16, override_optimizer_config=config).grad_scaler()
     scaler.scale(torch.ones(1))
@@ -45,6 +46,7 @@ HOW: dict[str, Any] = {
 
 
 def _steps(rank: int, world: int, case: str, how: str) -> None:
+    """Steps a DTensor and a plain parameter; both must get the same weights."""
     of_param, of_grad = CASES[case]
     mesh = init_device_mesh("cpu", (world,))
     draw = torch.Generator().manual_seed(1)

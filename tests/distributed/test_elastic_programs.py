@@ -1,5 +1,5 @@
-"""Random jobs that are saved and go on as another world under another strategy (elastic_programs.py): they have the
-bits of one process that never stopped. ELASTIC_PROGRAMS=100 runs as many more; a seed that failed once stays in SEEDS.
+"""Random jobs that save and resume as another world under another strategy (elastic_programs.py) must have the bits of
+one process that never stopped. ELASTIC_PROGRAMS=100 runs 100 more; a seed that failed once is added to SEEDS.
 """
 
 import os

@@ -1,4 +1,5 @@
-"""The average of masters, and health, under every strategy: those of one rank; swapped in, saved, loaded elsewhere."""
+"""The moving average of master weights, and the health numbers, are those of one rank under every strategy. The average
+can be swapped in, saved, and loaded under another strategy."""
 
 import copy
 from pathlib import Path
@@ -17,7 +18,8 @@ import torch_ext
 WAYS = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 
-def _made(way: str | None, ema_dtype: Any) -> tuple[Any, Any]:
+def _build(way: str | None, ema_dtype: Any) -> tuple[Any, Any]:
+    """Returns a model and an optimizer that averages. way: the strategy; None: one process."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(8, 300), nn.ReLU(), nn.Linear(300, 1)).to(BF16)
     chosen = torch_ext.load_policy(BF16, override_ddp_config={"grad_comm_dtype": "fp32", "bucket_size": 1000})
@@ -28,7 +30,7 @@ def _made(way: str | None, ema_dtype: Any) -> tuple[Any, Any]:
 
 
 def _train(model: Any, optimizer: Any, which: range) -> None:
-    for step in which:  # the same on all ranks, so that one rank alone does the same
+    for step in which:  # the same on all ranks, so that one rank alone gets the same gradients
         x = torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
         (model(x.to(BF16))[:, 0].float() - x.abs().sum(1)).square().mean().backward()
         optimizer.step()
@@ -40,13 +42,15 @@ def _weights(model: Any) -> list[bytes]:
 
 
 def _averages(optimizer: Any) -> list[bytes]:
+    """Returns the bits of the whole averages, on every rank."""
     whole = optimizer.consolidate_state_dict(to=None)
     return bits([entry["ema_param"].float() for entry in whole["state"].values()])
 
 
 def _each(rank: int, world: int, folder: str) -> None:
+    """Compares every strategy with one process."""
     for ema_dtype in (BF16, "24bit"):
-        alone, by_itself = _made(None, ema_dtype)
+        alone, by_itself = _build(None, ema_dtype)
         _train(alone, by_itself, range(4))
         with by_itself.ema_weights():
             swapped = _weights(alone)
@@ -54,7 +58,7 @@ def _each(rank: int, world: int, folder: str) -> None:
         averages = bits(list(by_itself.ema_state_dict().values()))
         health = _health(*copy.deepcopy((alone, by_itself)))
         for way in WAYS:
-            model, optimizer = _made(way, ema_dtype)
+            model, optimizer = _build(way, ema_dtype)
             _train(model, optimizer, range(4))
             before = _weights(model)
             assert before == _weights(alone), way
@@ -69,7 +73,7 @@ def _each(rank: int, world: int, folder: str) -> None:
 
 
 def _health(model: Any, optimizer: Any) -> dict[str, float]:
-    """Of the next step: whole parameters', on every rank."""
+    """Returns the health numbers of the next step. They are those of whole parameters, on every rank."""
     optimizer.measure_health()
     _train(model, optimizer, range(4, 5))
     found = optimizer.health()
@@ -78,11 +82,11 @@ def _health(model: Any, optimizer: Any) -> dict[str, float]:
 
 
 def _cross(folder: str, ema_dtype: Any) -> None:
-    """Saved by one strategy, loaded by another."""
-    model, optimizer = _made("optim_grads", ema_dtype)
+    """Saves under one strategy and loads under another: the averages must have the same bits."""
+    model, optimizer = _build("optim_grads", ema_dtype)
     _train(model, optimizer, range(4))
     dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=folder)
-    other, loaded = _made("optim_grads_params", ema_dtype)
+    other, loaded = _build("optim_grads_params", ema_dtype)
     into = {"optimizer": loaded.state_dict()}
     dcp.load(into, checkpoint_id=folder)
     loaded.load_state_dict(into["optimizer"])

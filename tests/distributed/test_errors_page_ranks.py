@@ -1,5 +1,6 @@
-"""docs/errors.md as a contract: who does what its second column says of several ranks meets the message of the first,
-on every rank. The other rows are in tests/docs/test_errors_page.py."""
+"""docs/errors.md as a contract: a call that its second column describes raises the message of the first, on every rank.
+
+These are the rows of "Data parallelism"; the others are in tests/docs/test_errors_page.py."""
 
 import io
 import pathlib
@@ -24,7 +25,7 @@ def model(dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
 
 
 def parallel(strategy: str, trained: nn.Module | None = None, **options: Any) -> tuple[Any, torch_ext.AdamW]:
-    """ddp: of the policy. Others: of parallelize."""
+    """Returns a parallel model and its optimizer. ddp: overrides of the policy; other options: of parallelize."""
     trained = model() if trained is None else trained
     policy = torch_ext.load_policy(trained, override_ddp_config=options.pop("ddp", {}))
     torch_ext.parallelize(trained, policy, strategy=strategy, **options)
@@ -44,11 +45,11 @@ def train(trained: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) 
 
 
 def no_process_group(rank: int) -> None:
-    dist.barrier()  # one that is gone at once leaves the others unconnected
+    dist.barrier()  # a rank that is gone too early would leave the others unconnected
     dist.destroy_process_group()
     try:
         parallel("no_shard")
-    finally:  # which whoever runs the ranks ends
+    finally:  # ranks.py destroys the group at the end
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
@@ -82,7 +83,7 @@ def parallelize_in_ddp(strategy: str) -> Callable[[int], None]:
         trained = model()
         ddp = nn.parallel.DistributedDataParallel(trained)
         parallel(strategy, trained)
-        backward(trained)  # of which DistributedDataParallel does not know
+        backward(trained)  # DistributedDataParallel does not see this call
         backward(ddp)
 
     return cause
@@ -182,6 +183,7 @@ def gradients_with_nan(rank: int) -> None:
 
 
 CASES: list[tuple[str, Callable[[int], Any]]] = [
+    # (a part of the message, the function that must cause it on each rank)
     ("torch.distributed is not initialised", no_process_group),
     ("Every rank must have the same model, policy and version of torch_ext", another_model),
     ("Every rank must have the same model, policy and version of torch_ext", another_policy),
@@ -223,13 +225,14 @@ CASES: list[tuple[str, Callable[[int], Any]]] = [
 ]
 
 
-def _of_the_page() -> set[str]:
+def _messages_on_page() -> set[str]:
+    """Returns the messages in the first column of the page's section."""
     section = PAGE.read_text().split("\n## Data parallelism\n")[1].split("\n## ")[0]
     return {part for part in re.findall(r"^\| `(.+?)` \|", section, re.MULTILINE)}
 
 
 def test_every_row_of_data_parallelism_has_a_case() -> None:
-    rows = _of_the_page()
+    rows = _messages_on_page()
     assert len(rows) > 10
     assert {part for part, _ in CASES} - rows == {
         "is cut over the ranks",
@@ -238,7 +241,8 @@ def test_every_row_of_data_parallelism_has_a_case() -> None:
     assert rows - {part for part, _ in CASES} == set()
 
 
-def _meets(rank: int, world: int, case: int) -> str:
+def _message_of_case(rank: int, world: int, case: int) -> str:
+    """Returns the error's text on this rank."""
     try:
         CASES[case][1](rank)
     except (RuntimeError, ValueError, TypeError) as error:
@@ -248,5 +252,5 @@ def _meets(rank: int, world: int, case: int) -> str:
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{i}-{part[:50]}" for i, (part, _) in enumerate(CASES)])
 def test_who_does_what_the_page_says_meets_its_message(case: int) -> None:
-    answers = ranks.run(2, _meets, case, timeout=10.0)
+    answers = ranks.run(2, _message_of_case, case, timeout=10.0)
     assert [CASES[case][0] in answer for answer in answers] == [True, True], answers

@@ -1,5 +1,5 @@
-"""A process that ends by an exception, with buckets on their way, ends as Python says: by its traceback and status
-1."""
+"""A process that ends by an uncaught exception while buckets are being sent must end as Python says: with its traceback
+and status 1."""
 
 import contextlib
 import os
@@ -32,15 +32,15 @@ for i, p in enumerate(model.parameters()):
 model(noise(2, rank, shapes)).backward()
 """
 
-# What runs at exit after everything that torch_ext has registered there: the interpreter is torn down from here on.
+# Runs at exit after everything that torch_ext has registered there; afterwards the interpreter is torn down.
 THREADS_LEFT = """
 import atexit, sys, threading
 atexit.register(lambda: print(*(t.name for t in threading.enumerate() if "torch_ext" in t.name), file=sys.stderr))
 """
-# Rank 0 is alive, and has sent nothing when rank 1 ends.
+# Rank 0 is alive and has sent nothing when rank 1 ends.
 LATE = PROGRAM.replace("1 / 0)", "time.sleep(100) if rank == 0 else 1 / 0)").replace("36 if", "39 if")
 SHORT_GRACE = "from torch_ext.comm import worker; worker._GRACE = 1.0\n"
-# Its threads, which were told to end, are on their way when the process ends: a busy machine lets them lie.
+# The model's threads, which were told to end, are still running when the process ends, as on a busy machine.
 MODEL_IS_GONE = (
     """
 import threading, time
@@ -57,7 +57,7 @@ threading.Thread.run = late
 
 @contextlib.contextmanager
 def _started(program: str) -> Iterator[list["subprocess.Popen[str]"]]:
-    """Two ranks."""
+    """Starts two ranks that run `program`."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {
             **os.environ,
@@ -91,8 +91,8 @@ def test_an_uncaught_exception_ends_a_process_in_order() -> None:
 
 
 def test_no_thread_waits_for_others_when_the_interpreter_is_torn_down() -> None:
-    """It would come back from C++ then, be unwound by force, and abort the process: if the other rank ended meanwhile,
-    say."""
+    """Such a thread would return from C++ during the teardown, for example because the other rank ended. It would then
+    be unwound by force, which aborts the process."""
     with _started(THREADS_LEFT + SHORT_GRACE + LATE) as (_, second):
         message = second.communicate(timeout=60.0)[1]
         assert second.returncode == 1, message
@@ -101,7 +101,7 @@ def test_no_thread_waits_for_others_when_the_interpreter_is_torn_down() -> None:
 
 
 def test_threads_of_a_model_that_is_gone_are_waited_for() -> None:
-    """They give back what the last message held, for which C++ lets Python's lock go and takes it again."""
+    """The threads release the last message's memory. C++ releases the GIL for that and takes it again."""
     with _started(THREADS_LEFT + MODEL_IS_GONE) as started:
         messages = [process.communicate(timeout=60.0)[1] for process in started]
         assert [process.returncode for process in started] == [0, 0], messages

@@ -1,5 +1,5 @@
-"""Under every strategy: our own writes and FSDP2's are nobody else's, and a silent write by somebody else takes effect
-(semantics.md, D3, D7); masters are opened on every rank alike."""
+"""Writes to weights under every strategy (semantics.md, D3, D7): our own writes and FSDP2's must not count as external,
+an external write that leaves no trace must take effect, and opened masters must reach every rank."""
 
 from typing import Any
 
@@ -14,7 +14,8 @@ STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 MASTERS: dict[str, dict[str, Any]] = {"fp32": {}, "remainders": {"store_param_remainders": True}}
 
 
-def _made(strategy: str, masters: str, **ddp: Any) -> tuple[Any, Any]:
+def _build(strategy: str, masters: str, **ddp: Any) -> tuple[Any, Any]:
+    """Returns a parallel model and its optimizer. masters: a key of MASTERS; ddp: overrides of the policy."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 40)).to(torch.bfloat16)
     policy = torch_ext.load_policy(
@@ -27,6 +28,7 @@ def _made(strategy: str, masters: str, **ddp: Any) -> tuple[Any, Any]:
 
 
 def _train(model: Any, optimizer: Any, step: int, rank: int, factor: float = 1.0) -> None:
+    """Takes one step with the loss multiplied by `factor`."""
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * step + rank)).to(torch.bfloat16)
     (model(x).float().pow(2).mean() * factor).backward()
     optimizer.step()
@@ -39,20 +41,21 @@ def _weights(model: Any) -> list[torch.Tensor]:
 
 
 def _write(model: Any, value: float) -> None:
-    """To all of every parameter, where no counter sees it."""
+    """Writes to all elements of every parameter, in a way that no version counter sees."""
     for p in model.parameters():
         (p.to_local() if hasattr(p, "to_local") else p).data.fill_(value)
 
 
 def _quiet(optimizer: Any) -> None:
-    """From here on moments move nothing."""
+    """Zeroes exp_avg, so that a step with a gradient of 0 changes no weight."""
     for state in optimizer.state.values():
         if "exp_avg" in state:
             state["exp_avg"].zero_()
 
 
 def _own_writes(rank: int, world: int, strategy: str, masters: str, ddp: dict[str, Any]) -> None:
-    model, optimizer = _made(strategy, masters, **ddp)
+    """Trains, clips, saves and syncs: none of that may be counted as an external write."""
+    model, optimizer = _build(strategy, masters, **ddp)
     for step in range(5):
         _train(model, optimizer, step, rank)
         if step == 2:
@@ -72,7 +75,8 @@ def test_D7_steps_in_backward_are_no_writes_of_others() -> None:
 
 
 def _silent(rank: int, world: int, strategy: str, masters: str) -> None:
-    model, optimizer = _made(strategy, masters)
+    """Writes 0.25 to every weight; a step that adds nothing must keep it."""
+    model, optimizer = _build(strategy, masters)
     for step in range(3):
         _train(model, optimizer, step, rank)
     _quiet(optimizer)
@@ -89,7 +93,8 @@ def test_D3_D7_a_write_without_a_trace_takes_effect_on_every_rank(masters: str) 
 
 
 def _refused(rank: int, world: int, strategy: str, masters: str) -> None:
-    model, optimizer = _made(strategy, masters)
+    """With on_external_write="error" the step must raise before it has written anything."""
+    model, optimizer = _build(strategy, masters)
     optimizer.on_external_write = "error"
     for step in range(3):
         _train(model, optimizer, step, rank)
@@ -107,7 +112,8 @@ def test_D7_error_stops_every_chunk_before_the_first(masters: str) -> None:
 
 
 def _opened(rank: int, world: int, strategy: str, masters: str) -> None:
-    model, optimizer = _made(strategy, masters)
+    """Clamps opened masters: the whole weights must be their rounded values on every rank."""
+    model, optimizer = _build(strategy, masters)
     for step in range(3):
         _train(model, optimizer, step, rank)
     before = _weights(model)
@@ -129,7 +135,8 @@ def test_opened_masters_reach_every_rank(masters: str) -> None:
 
 
 def _seeded(rank: int, world: int, strategy: str, masters: str) -> list[Any]:
-    model, optimizer = _made(strategy, masters)
+    """Resyncs masters of shards from whole fp32 values: they must have the values' bits; remainders may be one off."""
+    model, optimizer = _build(strategy, masters)
     _train(model, optimizer, 0, rank)
     shapes = {"0.weight": (96, 64), "0.bias": (96,), "2.weight": (40, 96), "2.bias": (40,)}
     generator = torch.Generator().manual_seed(4)

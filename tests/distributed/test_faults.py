@@ -1,4 +1,4 @@
-"""What differs, is missing or is not finite on one rank is a message on every rank (F5, F6, E7), the same on all."""
+"""What differs, is missing or is not finite on one rank must be the same error on every rank (F5, F6, E7)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +18,7 @@ SHAPES = [(4,), (200,), (3,)]
 
 
 def _parallel(strategy: str, model: Any = None, chosen: Any = None, **options: Any) -> Any:
+    """Makes a model parallel; by default the one of SHAPES, one bucket for each parameter."""
     chosen = policy(bucket_size=1, overlap_grad_reduce=True) if chosen is None else chosen
     return torch_ext.parallelize(Given(SHAPES) if model is None else model, chosen, strategy=strategy, **options)
 
@@ -27,7 +28,7 @@ def _ones() -> list[torch.Tensor]:
 
 
 def _all_one(model: Any) -> bool:
-    """Whether every gradient is one everywhere, as far as this rank has it."""
+    """Whether all elements of every gradient that this rank has are 1."""
     return all(grad is not None and bool(grad.eq(1).all()) for grad in gradients(model))
 
 
@@ -96,11 +97,12 @@ DIFFERENCES: dict[str, tuple[Callable[[int, str], Any], list[str]]] = {
 
 
 def _differ(rank: int, world: int, strategy: str) -> dict[str, str]:
+    """Causes each difference and returns the errors. The group must work afterwards."""
     messages = {}
     for name, (make, _) in DIFFERENCES.items():
         with pytest.raises(RuntimeError) as raised:
             make(rank, strategy)
-        dist.barrier()  # the group is as good as before
+        dist.barrier()  # the group still works
         messages[name] = str(raised.value)
     model = _parallel(strategy)
     model(_ones()).backward()
@@ -123,6 +125,7 @@ def test_f6_ranks_that_differ_get_a_message(what: str, strategy: str, difference
 
 
 def _fails_on_one(rank: int, world: int, strategy: str) -> str:
+    """On rank 1 a parameter has a gradient: parallelize must raise everywhere, and leave every model as it was."""
     model = Given(SHAPES)
     if rank == 1:
         model.p2.grad = torch.ones(3)
@@ -144,6 +147,7 @@ def test_f6_an_error_on_one_rank_stops_all() -> None:
 
 
 def _skips_a_layer(rank: int, world: int, strategy: str) -> str:
+    """Rank 1's backward leaves a parameter out. The next backward must be right."""
     model = _parallel(strategy)
     model(_ones()).backward()
     model.zero_grad()
@@ -166,12 +170,13 @@ def test_f5_a_gradient_that_never_came_is_named_on_every_rank() -> None:
 
 
 def _came_earlier(rank: int, world: int, strategy: str) -> Any:
+    """The last backward leaves out a parameter that got its gradient in no_sync."""
     model = _parallel(strategy)
     last: list[Any] = _ones()
     last[1] = None
     with model.no_sync():
         model(_ones()).backward()
-    if strategy == "optim_grads":  # every backward is reduced, so every backward is looked at
+    if strategy == "optim_grads":  # it reduces every backward, so it checks every backward
         with pytest.raises(RuntimeError, match="no gradient is ready for 'p1' on rank 0; 'p1' on rank 1"):
             model(last).backward()
         return None
@@ -187,7 +192,7 @@ def test_f5_a_gradient_of_an_earlier_microbatch_has_come() -> None:
 
 
 def _zeroed_earlier(rank: int, world: int, strategy: str) -> None:
-    """What came before zero_grad has not come afterwards, whoever called it."""
+    """A gradient that came before zero_grad(), of the model or the optimizer, must not count afterwards."""
     model = _parallel(strategy)
     optimizer = torch_ext.AdamW(model.parameters())
     last: list[Any] = _ones()
@@ -206,7 +211,7 @@ def test_f5_a_gradient_that_was_zeroed_has_not_come() -> None:
 
 
 class _Doubler(torch.autograd.Function):
-    """A nested backward into the same parameter, as reentrant checkpointing of a shared layer does."""
+    """Runs a nested backward into the same parameter, as reentrant checkpointing of a shared layer does."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
@@ -221,6 +226,7 @@ class _Doubler(torch.autograd.Function):
 
 
 def _twice(rank: int, world: int, strategy: str) -> None:
+    """A parameter gets a second gradient in one backward, which must raise and name it."""
     model = _parallel(strategy)
     later = _Doubler.apply(torch.ones((), requires_grad=True), model.p2)
     with pytest.raises(RuntimeError, match="p2"):
@@ -231,10 +237,11 @@ def test_f5_a_second_gradient_in_one_backward_is_named() -> None:
     strategies.run(2, _twice)
 
 
-# -- not a number (E7) --------------------------------------------------------------------------------------------
+# -- gradients that are not finite (E7) ------------------------------------------------------------------------------
 
 
 def _nan_on_one(rank: int, world: int, strategy: str, overlap: bool) -> str:
+    """Rank 1 has NaN and infinity: backward and step() must raise until zero_grad(), then training must go on."""
     checked = policy(bucket_size=1, overlap_grad_reduce=overlap, check_for_nan_in_grad=True)
     model = _parallel(strategy, None, checked)
     optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)
@@ -277,7 +284,7 @@ def test_e7_a_gradient_that_is_not_finite_stops_every_rank(overlap: bool) -> Non
 
 
 def _repaired(rank: int, world: int) -> None:
-    """Under no_shard anybody's zero_grad counts, and a gradient that was made finite is fine."""
+    """Under no_shard any optimizer's zero_grad counts, and gradients that were made finite can be stepped."""
     model = _parallel("no_shard", None, policy(bucket_size=1, overlap_grad_reduce=True, check_for_nan_in_grad=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     repairs: list[Callable[[], Any]] = [

@@ -1,5 +1,5 @@
-"""Random histories of two ranks in which features meet (tests/feature_programs.py), under every strategy, FSDP2 and the
-hook of DistributedDataParallel. FEATURE_PROGRAMS=1000 runs as many more; a seed that failed once stays in SEEDS."""
+"""Random histories of two ranks in which features meet (tests/feature_programs.py), under every strategy, FSDP2 and
+DistributedDataParallel's hook. FEATURE_PROGRAMS=1000 runs 1000 more; a seed that failed once is added to SEEDS."""
 
 import os
 import warnings

@@ -1,5 +1,6 @@
-"""A save, to a folder or to a file, that is killed, fails at any of its operations on files, or is interrupted at any
-line: what was there before loads or the new one does, and the next save works and leaves nothing of it."""
+"""A save to a folder or a file is killed, fails at any of its file operations, or is interrupted at any line.
+
+Then the former or the new checkpoint must load, whole; and the next save must work and leave no other files."""
 
 import contextlib
 import errno
@@ -29,13 +30,14 @@ FORMER, LATER, LAST = 1, 2, 3
 
 @pytest.fixture(scope="module")
 def former(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A folder with the checkpoint of FORMER."""
     folder = tmp_path_factory.mktemp("folders") / "former"
     save(state(FORMER), folder)
     return folder
 
 
 def operations(former: pathlib.Path, folder: pathlib.Path) -> list[str]:
-    """Of a save over the former one."""
+    """Returns the file operations of a save over the former checkpoint."""
     shutil.copytree(former, folder)
     machine, found = Machine(), []
     machine.before = lambda operation, path: found.append(operation)
@@ -46,7 +48,7 @@ def operations(former: pathlib.Path, folder: pathlib.Path) -> list[str]:
 
 
 def failing(machine: Machine, at: int, how: str) -> None:
-    """The operation of that number fails, or is the last one of the process."""
+    """Makes operation number `at` fail ("full"), or makes it the last one of the process ("killed")."""
     count = 0
 
     def before(operation: str, path: str) -> None:
@@ -61,7 +63,7 @@ def failing(machine: Machine, at: int, how: str) -> None:
 
 
 def at_the_first_write(machine: Machine, folder: pathlib.Path) -> list[str]:
-    """Will have the names that are in the folder then."""
+    """Returns a list that gets the names of the folder's files when the next save first writes."""
     found: list[str] = []
 
     def before(operation: str, path: str) -> None:
@@ -73,6 +75,7 @@ def at_the_first_write(machine: Machine, folder: pathlib.Path) -> list[str]:
 
 
 def one_checkpoint(folder: pathlib.Path) -> bool:
+    """Whether the folder has the files of one checkpoint of one rank and no others."""
     found = names(folder)
     return found[:2] == [".lock", ".metadata"] and len(found) == 3 and found[2].startswith("__0_")
 
@@ -139,7 +142,7 @@ def test_a_full_disk_is_said_with_what_is_needed_and_what_is_free(former: pathli
 
 @contextlib.contextmanager
 def interrupted(at: int, modules: list[Any]) -> Iterator[list[int]]:
-    """Ctrl-C before that line of these modules is executed; yields how many lines were."""
+    """Raises Ctrl-C before line number `at` of these modules; yields a list with the number of executed lines."""
     files, count = {module.__file__ for module in modules}, [0]
 
     def line(frame: Any, event: str, argument: Any) -> Any:
@@ -155,7 +158,7 @@ def interrupted(at: int, modules: list[Any]) -> Iterator[list[int]]:
         sys.settrace(None)
 
 
-LINES = 31  # every so many lines of a save to a folder are interrupted; of one to a file every third
+LINES = 31  # saves to a folder are interrupted at every 31st line; saves to a file at every third
 
 
 def test_a_save_to_a_folder_may_be_interrupted_at_any_line(former: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -184,6 +187,7 @@ def test_a_save_to_a_folder_may_be_interrupted_at_any_line(former: pathlib.Path,
 
 
 def one_file(folder: pathlib.Path, seed: int) -> bool:
+    """Whether the folder has nothing but the file, with this seed's state."""
     return names(folder) == ["file"] and bits(torch_ext.load(folder / "file")) == bits(state(seed))
 
 
@@ -249,7 +253,7 @@ def test_a_full_disk_is_said_of_a_file_too(tmp_path: pathlib.Path) -> None:
 
 
 def _full_on_one(rank: int, world: int, folder: str) -> list[str]:
-    """Nobody tells the coordinator's writer that another rank's disk was full."""
+    """One rank's disk is full. DCP does not tell the coordinator's writer; the former checkpoint must still load."""
     path, said = pathlib.Path(folder) / "folder", []
     for seed, full in ((FORMER, None), (LATER, 1), (LATER, 0), (LAST, None)):
         machine = Machine()

@@ -1,5 +1,5 @@
-"""Folders in which anything may have been changed: refused by file and key, and nothing was written to, or what was
-saved is loaded bit for bit. Whatever they hold, nothing of it is executed."""
+"""Folders in which anything may have been changed. A load must reject them by file and key and write to no target, or
+load what was saved, bit for bit. Nothing in a folder may be executed."""
 
 import collections
 import enum
@@ -35,13 +35,14 @@ def _save(rank: int, world: int, folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def saves(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """Of two ranks, in folders 1 and 2."""
+    """Folders "1" and "2" of two ranks, with the states of seeds 1 and 2."""
     folder = tmp_path_factory.mktemp("saves")
     ranks.run(2, _save, str(folder))
     return folder
 
 
 def saved(seed: int) -> dict[str, Any]:
+    """Returns the state that is in folder `seed` of `saves`."""
     return {f"of {rank}": state(10 * seed + rank) for rank in range(2)} | state(seed)
 
 
@@ -52,20 +53,21 @@ def data(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def items(file: pathlib.Path) -> list[tuple[int, int, str]]:
-    """Of a data file: where each begins and ends, and its key."""
+    """Returns each item of a data file: where it begins and ends, and its key."""
     stored = dcp.FileSystemReader(file.parent).read_metadata().storage_data
     found = [(i.offset, i.offset + i.length, index.fqn) for index, i in stored.items() if i.relative_path == file.name]
     return sorted(found)
 
 
 def said_of(error: BaseException, told: list[warnings.WarningMessage]) -> str:
-    """What a user reads of a load that failed. Before 2.13 torch raises "metadata is None" whatever was wrong with
-    .metadata, and a warning of ours says what was."""
+    """Returns what a user reads of a load that failed: the error and our warnings.
+
+    Before 2.13 torch raises "metadata is None" whatever is wrong with .metadata, so a warning of ours says it."""
     return "\n".join([str(error), *(str(one.message) for one in told)])
 
 
 def refused(folder: pathlib.Path) -> str | None:
-    """What is said; None where what was saved is loaded."""
+    """Loads the folder and returns the error's text; None if what was saved was loaded."""
     target = blank(saved(1))
     before = bits(target)
     with warnings.catch_warnings(record=True) as told:
@@ -136,7 +138,7 @@ def of_another_save_with_the_name_of_this(
 
 
 def exchanged(folder: pathlib.Path, saves: pathlib.Path, chosen: random.Random) -> pathlib.Path:
-    """Two items of equal length."""
+    """Exchanges the bytes of two items of equal length."""
     file = chosen.choice(data(folder))
     parts, raw = items(file), bytearray(file.read_bytes())
     pairs = [(a, b) for a in parts for b in parts if a < b and a[1] - a[0] == b[1] - b[0]]
@@ -158,7 +160,7 @@ def without_its_last_line(folder: pathlib.Path, saves: pathlib.Path, chosen: ran
 
 
 def zeros(folder: pathlib.Path, saves: pathlib.Path, chosen: random.Random) -> pathlib.Path:
-    """A page that was never written."""
+    """Puts zeros into a data file, like a page that was never written to the disk."""
     file = chosen.choice(data(folder))
     raw = file.read_bytes()
     at = chosen.randrange(0, len(raw), 4096)
@@ -167,6 +169,7 @@ def zeros(folder: pathlib.Path, saves: pathlib.Path, chosen: random.Random) -> p
 
 
 OTHER: list[Callable[[pathlib.Path, pathlib.Path, random.Random], pathlib.Path]] = [
+    # Each damages a folder and returns the file that the error must name.
     cut,
     longer,
     swapped,
@@ -232,7 +235,7 @@ def test_what_torch_checks_of_a_folder_without_checksums_is_checked(tmp_path: pa
 def test_a_sparse_tensor_is_refused_and_not_left_as_it_was(
     layout: torch.layout, states: str, tmp_path: pathlib.Path
 ) -> None:
-    """torch's own writer does not take one, and copying into one that is loaded changes nothing."""
+    """torch's own writer rejects sparse tensors. Copying into a sparse target would silently change nothing."""
     save(state(1), tmp_path / "folder")
     mask = torch.eye(30).to_sparse(layout=layout)
     writer = torch_ext.CheckpointWriter(tmp_path / "folder", states=states)
@@ -284,7 +287,7 @@ def test_torch_reads_the_folders_too(tmp_path: pathlib.Path) -> None:
 def test_a_folder_that_python_3_11_0_to_3_11_3_saved_loads(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They pickle a member of an enum as an attribute of its class (Debian 12's Python is one)."""
+    """These Pythons (Debian 12 has one) pickle a member of an enum as an attribute of its class."""
     monkeypatch.setattr(enum.Enum, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self.name)))
     save(state(1), tmp_path / "folder")
     assert b"getattr" in (tmp_path / "folder/.metadata").read_bytes()
@@ -292,12 +295,13 @@ def test_a_folder_that_python_3_11_0_to_3_11_3_saved_loads(
 
 
 def _as_torch_saves(later: tuple[Any, ...]) -> Callable[[TensorProperties], tuple[Any, ...]]:
+    """Returns a TensorProperties.__getstate__ with these fields after the first five."""
     now = TensorProperties.__getstate__
     return lambda properties: (*now(properties)[:5], *later)  # type: ignore[misc]
 
 
-# What is behind the five fields that every torch saves of a tensor's properties.
-OF_TORCH: dict[str, tuple[Any, ...]] = {
+# What a torch saves of a tensor's properties after the five fields that every torch saves.
+FIELDS_OF_TORCH: dict[str, tuple[Any, ...]] = {
     "2.10": (),
     "2.15, without strides": (None,),
     "2.15": ((3, 1),),
@@ -305,7 +309,7 @@ OF_TORCH: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("later", OF_TORCH.values(), ids=OF_TORCH)
+@pytest.mark.parametrize("later", FIELDS_OF_TORCH.values(), ids=FIELDS_OF_TORCH)
 def test_a_folder_that_another_torch_saved_loads(
     later: tuple[Any, ...], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,7 +321,7 @@ def test_a_folder_that_another_torch_saved_loads(
 def test_an_older_torch_that_does_not_say_why_is_accompanied_by_a_warning(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before 2.13 torch's loader makes "metadata is None" of whatever read_metadata raises."""
+    """Before 2.13 torch's loader raises "metadata is None" whatever read_metadata raises, so a warning must say why."""
     save(state(1), tmp_path / "folder")
     without_its_last_line(tmp_path / "folder", tmp_path, random.Random(0))
     for version, warned in (("2.10.0", True), ("2.12.1+cu128", True), ("2.13.0", False), ("2.15.0a0", False)):
@@ -329,7 +333,7 @@ def test_an_older_torch_that_does_not_say_why_is_accompanied_by_a_warning(
 
 
 class Acts:
-    """Makes a folder when somebody executes its pickle."""
+    """Makes a folder when its pickle is executed."""
 
     def __init__(self, made: pathlib.Path) -> None:
         self.made = made
@@ -339,7 +343,7 @@ class Acts:
 
 
 class Own:
-    """Of the user."""
+    """A class of the user's."""
 
     def __init__(self, value: int) -> None:
         self.value = value
@@ -360,6 +364,8 @@ def as_an_item_of_torchs(folder: pathlib.Path, acts: Acts) -> None:
 
 
 def in_metadata(change: Callable[[Any, Acts], Any]) -> Callable[[pathlib.Path, Acts], None]:
+    """Returns a function that saves a folder whose metadata `change` has made hostile."""
+
     def put(folder: pathlib.Path, acts: Acts) -> None:
         writer = dcp.FileSystemWriter(folder)
         dcp.save({"a": torch.ones(3), "b": 1}, storage_writer=writer, no_dist=True)
@@ -370,7 +376,7 @@ def in_metadata(change: Callable[[Any, Acts], Any]) -> Callable[[pathlib.Path, A
 
 
 class Attribute:
-    """What an attribute of a class is in a pickle."""
+    """Pickles as an attribute of a class."""
 
     def __init__(self, *what: Any) -> None:
         self.what = what
@@ -424,7 +430,7 @@ def test_objects_of_other_classes_load_where_they_are_trusted(tmp_path: pathlib.
 
 
 def test_a_folder_that_is_replaced_while_it_is_loaded_gives_all_of_one_checkpoint(tmp_path: pathlib.Path) -> None:
-    """Files that were checked are read, though a save removed them meanwhile."""
+    """Files that were checked must be read although a save has removed them in the meantime."""
     save(state(1), tmp_path / "folder")
 
     class Replacing(torch_ext.CheckpointReader):
@@ -456,7 +462,7 @@ def test_ranks_that_read_different_checkpoints_are_told(tmp_path: pathlib.Path) 
     save(state(1), tmp_path / "folder")
 
     class Other(torch_ext.CheckpointReader):
-        """As if there were two more ranks, one of which read the next checkpoint."""
+        """Adds the plans of two more ranks, one of which read the next checkpoint."""
 
         def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
             other = torch_ext.CheckpointReader(tmp_path / "folder")

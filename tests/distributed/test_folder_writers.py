@@ -1,5 +1,5 @@
-"""Two jobs that save to one folder, stepped through their operations on files in seeded orders, with locks, without,
-and with such as do not exclude: at every moment the last complete checkpoint is there whole."""
+"""Two jobs that save to one folder, stepped through their file operations in seeded orders, with locks, without locks,
+and with locks that do not exclude. At every moment the last complete checkpoint must be there, whole."""
 
 import pathlib
 import random
@@ -16,7 +16,7 @@ JOBS, SAVES, ORDERS = 2, 2, 12
 
 
 class Job:
-    """A process in a thread that goes on to its next operation when it is told to."""
+    """A process, simulated by a thread, that does its next file operation when it is told to."""
 
     def __init__(self, machine: Machine, number: int, body: Callable[[], None]) -> None:
         self.number, self.dead, self.at = number, False, ""
@@ -33,10 +33,12 @@ class Job:
         self.thread.start()
 
     def step(self) -> None:
+        """Lets the job go on to its next operation, and waits until it is there."""
         self._may.release()
         self._stopped.acquire()
 
     def pause(self, at: str) -> None:
+        """Called in the job's thread before an operation: waits for `step`. Raises Killed if the job is to end here."""
         self.at = at
         self._stopped.release()
         self._may.acquire()
@@ -45,11 +47,11 @@ class Job:
 
 
 class Run:
-    """Both jobs, in the order of a seed."""
+    """Both jobs, in an order that the seed draws; one of them may be killed."""
 
     def __init__(self, folder: pathlib.Path, locks: str, stale: float, seed: int) -> None:
         self.folder, self.chosen, self.machine = folder, random.Random(seed), Machine(locks, stale)
-        self.complete: list[int] = [1]  # seeds of the states, in the order in which they became the checkpoint
+        self.complete: list[int] = [1]  # seeds of the states, in the order in which they became the folder's checkpoint
         self.refused: list[str] = []
         self.saving: dict[int, int] = {}
         self.jobs = {n: Job(self.machine, n, lambda n=n: self._save(n)) for n in range(10, 10 + JOBS)}
@@ -73,6 +75,7 @@ class Run:
                 self.refused.append(str(cause))
 
     def go(self) -> None:
+        """Steps the jobs in a random order and checks after each operation that the folder has a whole checkpoint."""
         while running := [job for job in self.jobs.values() if job.at != "ended"]:
             job = self.chosen.choice(running)
             if job.number == self.victim and self.chosen.random() < 0.02:
@@ -92,7 +95,8 @@ class Run:
 HELD = r"is being saved to by (process (1|1\d) on \S+, since .*|a process that left no name), and one save at a time"
 GIVEN_UP = r"another save, which could not see that this one was alive, removed it"
 
-# locks, after how many seconds a save is taken for dead where no lock says, and what jobs in each other's way are told
+# By name: locks, the seconds after which a save counts as dead where no lock tells, and the error of a job that
+# is in the other's way.
 CASES: dict[str, tuple[str, float, str | None]] = {
     "locks that work": ("work", 600.0, HELD),
     "no locks": ("none", 600.0, None),
@@ -113,7 +117,7 @@ def test_whatever_two_jobs_do_the_last_complete_checkpoint_loads(case: str, tmp_
         with run.machine.installed():
             run.go()
             assert loaded(folder) == bits(state(run.complete[-1]))
-        run.machine.stale = -1e9  # the next day
+        run.machine.stale = -1e9  # as if a day had passed: unfinished files count as left behind
         with run.machine.installed():
             save(state(2), folder)
         assert loaded(folder) == bits(state(2))

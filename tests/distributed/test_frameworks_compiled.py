@@ -1,4 +1,4 @@
-"""torch.compile and parallelize, in each order and under each strategy: the bits of the eager model."""
+"""torch.compile and parallelize, in either order and under each strategy, must give the bits of the eager model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +41,8 @@ def _in_blocks(model: Any, fullgraph: bool) -> Any:
 
 Parallel = Callable[[Any], Any]
 
-# What is compiled, and when; given the model, what parallelizes one, and whether graphs may have no breaks.
+# What is compiled, and before or after parallelize. Called with the model, a function that parallelizes it, and
+# whether graphs must have no breaks.
 ORDERS: dict[str, Callable[[Any, Parallel, bool], Any]] = {
     "eager": lambda model, parallel, full: parallel(model),
     "whole, then parallelize": lambda model, parallel, full: parallel(_compile(model, full)),
@@ -52,6 +53,7 @@ ORDERS: dict[str, Callable[[Any, Parallel, bool], Any]] = {
 
 
 def _trained(rank: int, way: str, order: str) -> tuple[list[float], list[bytes], list[str]]:
+    """Trains with accumulation and clipping. Returns norms, the bits of the whole weights, parameter names."""
     torch._dynamo.reset()
     chosen = policy(BF16, FP32, FP32, bucket_size=600)
     full = way != "optim_grads_params"  # FSDP2's own hooks break graphs

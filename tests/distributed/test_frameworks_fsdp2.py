@@ -1,5 +1,5 @@
-"""A loop in torchtitan's style on gloo ranks: FSDP2 per block, mixed precision, torch's clip, DCP; and compiled
-blocks."""
+"""A training loop as in torchtitan, on gloo ranks: FSDP2 per block, mixed precision, torch's clipping, checkpoints
+through DCP, also with compiled blocks. A resumed run must go on bit for bit."""
 
 import functools
 from typing import Any
@@ -47,7 +47,7 @@ class Net(nn.Module):
         return self.head(x)
 
 
-# What the weights are held in, what the blocks compute in, whether our exchange is put in, whether blocks are compiled.
+# By name: the weights' dtype, the blocks' compute dtype, whether our exchange is used, whether blocks are compiled.
 CASES = {
     "fp32 shards, bf16 blocks": (FP32, BF16, False, False),
     "fp32 shards, bf16 blocks, parallelize": (FP32, BF16, True, False),
@@ -58,7 +58,8 @@ CASES = {
 }
 
 
-def _made(case: str) -> tuple[Any, Any, Any]:
+def _build(case: str) -> tuple[Any, Any, Any]:
+    """Returns model, optimizer and learning rate schedule of a case."""
     dtype, compute, ours, compiled = CASES[case]
     model = Net().to(dtype)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -76,6 +77,7 @@ def _made(case: str) -> tuple[Any, Any, Any]:
 
 
 def _titans_clip(params: list[Any]) -> torch.Tensor:
+    """Clips as torchtitan does, and returns the norm."""
     norm: Any = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None], foreach=True)
     norm = norm.full_tensor()
     torch.nn.utils.clip_grads_with_norm_(params, MAX_NORM, norm, foreach=True)
@@ -88,6 +90,7 @@ def _torchs_clip(params: list[Any]) -> torch.Tensor:
 
 
 def _train(made: Any, steps: range, clip: str) -> list[float]:
+    """Trains these steps and returns the norms. clip: a key of CLIPS."""
     model, optimizer, schedule = made
     norms = []
     for step in steps:
@@ -106,7 +109,7 @@ def _train(made: Any, steps: range, clip: str) -> list[float]:
 
 
 class Optimizers:
-    """torchtitan's OptimizersContainer as DCP sees it: flat names, so that any parallelism can load it."""
+    """torchtitan's OptimizersContainer as DCP sees it: flat names, so that any other parallelism can load them."""
 
     def __init__(self, made: Any) -> None:
         self.model, self.optimizer, _ = made
@@ -120,6 +123,8 @@ class Optimizers:
 
 
 class Model:
+    """torchtitan's ModelWrapper as DCP sees it."""
+
     def __init__(self, made: Any) -> None:
         self.model = made[0]
         self.state_dict = functools.partial(dcp_state.get_model_state_dict, self.model)
@@ -133,18 +138,20 @@ def _parts(made: Any) -> dict[str, Any]:
 
 
 def _everything(made: Any) -> list[bytes]:
+    """Returns the bits of this rank's weights and optimizer state."""
     model, optimizer, _ = made
     return bits([t for p in model.parameters() for t in (p.to_local(), *optimizer.state[p].values())])
 
 
 def _resumes(rank: int, world: int, cases: list[str], clip: str, folder: str) -> list[Any]:
+    """Saves halfway, trains on, and resumes another model from the save. Returns for each case what both reached."""
     answers = []
     for i, case in enumerate(cases):
-        whole = _made(case)
+        whole = _build(case)
         norms = _train(whole, range(HALF), clip)
         dcp.save(_parts(whole), checkpoint_id=f"{folder}/{i}")
         norms += _train(whole, range(HALF, STEPS), clip)
-        resumed = _made(case)
+        resumed = _build(case)
         dcp.load(_parts(resumed), checkpoint_id=f"{folder}/{i}")
         later = _train(resumed, range(HALF, STEPS), clip)
         step = next(iter(resumed[1].state.values()))["step"]
@@ -152,7 +159,7 @@ def _resumes(rank: int, world: int, cases: list[str], clip: str, folder: str) ->
     return answers
 
 
-# Who clips -> which of the cases: each at least once, and torch's two ways of clipping beside compiled blocks, too.
+# By who clips: the cases, each at least once, and torch's two ways of clipping also with compiled blocks.
 CLIPS = {
     "torch's": [case for case in CASES if case != "bf16, compiled blocks"],
     "torchtitan's": ["fp32 shards, bf16 blocks", "bf16, compiled blocks"],

@@ -1,4 +1,5 @@
-"""Frameworks on several ranks: in their DistributedDataParallel, and with models that `parallelize` got beforehand."""
+"""Accelerate, Trainer and Lightning on several ranks: in their DistributedDataParallel, and with models that were
+parallelized before. Resumed runs must go on bit for bit."""
 
 import os
 import pathlib
@@ -21,7 +22,7 @@ BF16 = torch.bfloat16
 
 
 def _environment(rank: int, world: int) -> None:
-    """What a launcher tells a framework; the process group is there already."""
+    """Sets the variables that a launcher sets for a framework; the process group exists already."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -43,6 +44,7 @@ def _loss(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _whole(model: Any) -> list[bytes]:
+    """Returns the bits of the whole weights."""
     return bits([p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()])
 
 
@@ -50,7 +52,9 @@ def _whole(model: Any) -> list[bytes]:
 
 
 def _accelerated(accelerator: Any, way: str) -> tuple[Any, Any]:
-    """way: DistributedDataParallel as it is, with our exchange in it, or a strategy of `parallelize`."""
+    """Returns the model and its optimizer, prepared by Accelerate.
+
+    way: "DDP", the same with our exchange ("DDP, register_comm_hook"), or a strategy of `parallelize`."""
     model = _net()
     policy = torch_ext.load_policy(model)
     if way in ("DDP", "DDP, register_comm_hook"):
@@ -58,7 +62,7 @@ def _accelerated(accelerator: Any, way: str) -> tuple[Any, Any]:
         if way != "DDP":
             torch_ext.register_comm_hook(model, policy)
         return model, optimizer
-    model = accelerator.prepare_model(model, evaluation_mode=True)  # without a wrapper
+    model = accelerator.prepare_model(model, evaluation_mode=True)  # does not wrap it
     torch_ext.parallelize(model, policy, strategy=way)
     optimizer = accelerator.prepare(torch_ext.AdamW(model.named_parameters(), lr=1e-2, policy=policy))
     accelerator.register_save_state_pre_hook(lambda *_: optimizer.optimizer.consolidate_state_dict())
@@ -66,6 +70,7 @@ def _accelerated(accelerator: Any, way: str) -> tuple[Any, Any]:
 
 
 def _run(accelerator: Any, model: Any, optimizer: Any, steps: range) -> list[float]:
+    """Trains these steps with accumulation and clipping; returns the norms."""
     norms = []
     for step in range(2 * steps.start, 2 * steps.stop):
         with accelerator.accumulate(model):
@@ -79,6 +84,7 @@ def _run(accelerator: Any, model: Any, optimizer: Any, steps: range) -> list[flo
 
 
 def _accelerate(rank: int, world: int, ways: list[str], folder: str) -> dict[str, Any]:
+    """Trains each way twice, the second time resumed from halfway. Returns norms, weights, whether both agree."""
     from accelerate import Accelerator
 
     _environment(rank, world)
@@ -115,17 +121,19 @@ def test_D4_accelerate_on_two_ranks_resumes_bit_for_bit(tmp_path: pathlib.Path) 
         assert (norms, weights) == one[way][:2], f"{way}: norms and weights are equal on both ranks"
         assert resumed and one[way][2], way
         assert min(norms) > MAX_NORM, "every step is clipped"
-        # Gradients are rounded to bf16 here and there: the first norm before anything else has happened.
+        # The ways round gradients to bf16 in different places. So only the first norm is compared, before weights
+        # differ.
         assert norms[0] == pytest.approx(zero["DDP"][0][0], rel=0.02), way
 
 
 @frameworks.needs("accelerate")
 def test_accelerate_saves_every_weight_of_flat_buffers(tmp_path: pathlib.Path) -> None:
-    """It takes tensors of one storage for tied weights, and keeps one of them."""
+    """Accelerate takes tensors of one storage for tied weights, and would save only one of them."""
     ranks.run(WORLD, _saves, str(tmp_path))
 
 
 def _saves(rank: int, world: int, folder: str) -> None:
+    """Saves with Accelerate and with safetensors: both files must have every weight, and load."""
     from accelerate import Accelerator
     from safetensors.torch import load_file, load_model, save_model
 
@@ -166,6 +174,7 @@ def test_accelerate_around_a_parallelized_model_says_what_to_do() -> None:
 # -- Trainer ----------------------------------------------------------------------------------------------------------
 
 
+# Trains with Trainer, whole and resumed, with and without our exchange. A parallelized model must be rejected.
 def _trainer(rank: int, world: int, folder: str) -> dict[str, Any]:
     import transformers
 
@@ -244,6 +253,7 @@ def test_D4_trainer_on_two_ranks_resumes_bit_for_bit(tmp_path: pathlib.Path) -> 
 # -- Lightning --------------------------------------------------------------------------------------------------------
 
 
+# Trains with Lightning each way, whole and resumed.
 def _lightning(rank: int, world: int, folder: str) -> dict[str, Any]:
     import pytorch_lightning as lightning
     from pytorch_lightning.strategies import DDPStrategy
@@ -251,7 +261,7 @@ def _lightning(rank: int, world: int, folder: str) -> dict[str, Any]:
     _environment(rank, world)
 
     class Parallel(DDPStrategy):
-        """DDP's processes and saving, with `parallelize` in the place of its wrapper."""
+        """DDP's processes and saving, with `parallelize` instead of its wrapper."""
 
         def __init__(self, policy: Any, way: str) -> None:
             super().__init__(process_group_backend="gloo")

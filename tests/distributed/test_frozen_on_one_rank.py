@@ -1,4 +1,4 @@
-"""A parameter that is frozen on one rank only: a message on every rank that names parameter and rank."""
+"""A parameter that is frozen on one rank only must be an error on every rank that names both."""
 
 import os
 from typing import Any
@@ -21,13 +21,14 @@ def _ones() -> list[torch.Tensor]:
 
 
 def _freezes(rank: int, world: int, strategy: str, which: str, unused: bool) -> list[str]:
+    """Freezes the parameter on rank 1 only, thaws it, then freezes it on every rank. Returns each backward's error."""
     chosen = policy(bucket_size=1, overlap_grad_reduce=True)
     model: Any = torch_ext.parallelize(Given(SHAPES), chosen, strategy=strategy, find_unused_parameters=unused)
     said = []
     for step in range(4):
         if step in (1, 2):
             model.get_parameter(which).requires_grad_(rank != 1 or step == 2)
-        if step == 3:  # on every rank: legal
+        if step == 3:  # legal, as it is on every rank
             model.get_parameter(which).requires_grad_(False)
         try:
             model(_ones()).backward()
@@ -46,12 +47,12 @@ def test_it_is_named_on_every_rank(strategy: str, unused: bool) -> None:
     assert answers[0] == answers[1] == answers[2]
     before, frozen, *after = answers[0]
     assert before == "" and frozen.startswith(wanted)
-    if strategy != "optim_grads_params":  # whose exchange ends with it
+    if strategy != "optim_grads_params":  # FSDP2's exchange cannot go on after the error
         assert after == ["", ""], "alike everywhere: nothing is wrong"
 
 
 def _frozen_later(rank: int, world: int) -> None:
-    """Its gradient came in an earlier micro-batch on one rank only, before all froze it."""
+    """Its gradient came in an earlier micro-batch, on one rank only, before every rank froze it."""
     model: Any = torch_ext.parallelize(Given(SHAPES), policy(), strategy="no_shard", find_unused_parameters=True)
     first: list[Any] = _ones()
     if rank == 1:
@@ -68,9 +69,10 @@ def test_what_came_before_it_was_frozen_everywhere_counts() -> None:
 
 
 def _under_ddp(rank: int, world: int) -> list[str]:
+    """Freezes a parameter on rank 1 in a DDP model with our hook; returns the errors."""
     model: Any = DistributedDataParallel(Given(SHAPES))
     torch_ext.register_comm_hook(model, policy())
-    for _ in range(3):  # in the second forward DDP itself speaks, in torch's own words
+    for _ in range(3):  # until after the second forward, whose errors are DDP's own
         model.zero_grad()
         model(_ones()).backward()
     said = []
@@ -92,6 +94,9 @@ def test_under_ddp_with_our_hook_it_is_named_on_every_rank_within_the_timeout() 
 
 
 def _thawed(rank: int, world: int) -> None:
+    """A forward with the frozen parameter raises, and announces it to the other ranks. Training goes on after thawing.
+
+    When rank 1 is lost later, the error must not be the announced one any more."""
     model: Any = DistributedDataParallel(Given(SHAPES))
     torch_ext.register_comm_hook(model, policy())
     for step in range(3):

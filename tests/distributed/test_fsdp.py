@@ -1,4 +1,4 @@
-"""optim_grads_params: the sum of each shard is bucket_reduce_'s, to the bit, and stays in main_grads_dtype (E3, E6)."""
+"""optim_grads_params: each shard's sum is bucket_reduce_'s, bit for bit, and stays in main_grads_dtype (E3, E6)."""
 
 from typing import Any
 
@@ -25,6 +25,7 @@ DTYPES = [
 
 
 def _check(model: torch.nn.Module, expected: list[torch.Tensor], what: Any) -> None:
+    """Every shard's gradient must be its part of the expected whole gradient, to the bit."""
     for (name, param), grad, whole in zip(model.named_parameters(), gradients(model), expected, strict=True):
         assert isinstance(param, DTensor)
         want = shard_of(param, whole)
@@ -43,18 +44,19 @@ def _sums(
     bucket_size: int | None = 1,
     **options: Any,
 ) -> int:
+    """Compares three steps' gradients with the expected means. Returns the bytes of the last reduction."""
     model = Blocks(dtypes[0])
-    of_model = policy(*dtypes, bucket_size=bucket_size)
-    torch_ext.parallelize(model, of_model, strategy=STRATEGY, gradient_divide_factor=factor, **options)
-    everyone = range(world)
+    model_policy = policy(*dtypes, bucket_size=bucket_size)
+    torch_ext.parallelize(model, model_policy, strategy=STRATEGY, gradient_divide_factor=factor, **options)
+    all_ranks = range(world)
     for step in range(3):
         seeds = [10 * step + i for i in range(microbatches)]
         for seed in seeds:
             model(noise(seed, rank, SHAPES, dtypes[0])).backward()
-        means = [mean_of_ranks(seed, everyone, dtypes, factor) for seed in seeds]
+        means = [mean_of_ranks(seed, all_ranks, dtypes, factor) for seed in seeds]
         _check(model, accumulated(means, dtypes[1]), f"step {step}")
         for param in model.parameters():
-            # E3: nothing unsharded is left, and the shard is `.grad` where it has the dtype for it.
+            # E3: no unsharded gradient is left; `.grad` is the shard if the parameter has main_grads_dtype.
             assert (param.grad is None) == (dtypes[0] != dtypes[1])
         model.zero_grad()
         assert all(g is None for g in gradients(model))
@@ -103,7 +105,7 @@ def test_the_wire_has_the_policys_dtype() -> None:
 
 
 def _shards_of_masters(rank: int, world: int) -> None:
-    """fp32 parameters under a policy for bf16: bf16 is gathered and computed in, the fp32 shards are the masters."""
+    """fp32 parameters under a policy for bf16: bf16 weights are gathered, fp32 shards are the masters."""
     model = Blocks(FP32)
     torch_ext.parallelize(model, policy(BF16, bucket_size=1), strategy=STRATEGY)
     seen: list[torch.dtype] = []
@@ -121,7 +123,7 @@ def test_fp32_shards_as_masters() -> None:
 
 
 def _by_hand(rank: int, world: int, reduce_dtype: torch.dtype | None, main: torch.dtype) -> None:
-    """The user's own units, among them one that is not a block of a container, and precisions."""
+    """The user's units must stay, among them one that is no block of a container, with the user's precisions."""
     model = Blocks(BF16)
     mesh = init_device_mesh("cpu", (world,))
     precision = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
@@ -145,7 +147,7 @@ def test_the_users_units_stay(reduce_dtype: torch.dtype | None, main: torch.dtyp
 
 
 def _hybrid(rank: int, world: int, deferred: bool, factor: float | None = None) -> list[bytes]:
-    """HSDP: two replicas of two shards."""
+    """Trains with HSDP: two replicas of two shards. Returns the initial weights."""
     torch.manual_seed(rank)
     model = Blocks(BF16)
     with torch.no_grad():
@@ -165,10 +167,10 @@ def _hybrid(rank: int, world: int, deferred: bool, factor: float | None = None) 
             if deferred:
                 model.set_requires_all_reduce(i == 2)
             model(noise(seed, rank, SHAPES, BF16)).backward()
-        # FSDP2 takes the mean over the replicas.
+        # The factor is for the sum over all ranks; FSDP2 itself takes the mean over the two replicas.
         of_pair = None if factor is None else factor / 2
         halves = [[mean_of_ranks(seed, pair, dtypes, of_pair) for seed in seeds] for pair in ((0, 1), (2, 3))]
-        if deferred:  # FSDP2 adds micro-batches up, then replicas
+        if deferred:  # FSDP2 first adds micro-batches, then replicas
             sums = [accumulated(half, FP32) for half in halves]
             means = [[(a + b) / 2 for a, b in zip(*sums, strict=True)]]
         else:
@@ -192,7 +194,7 @@ def test_replicated_shards(deferred: bool, factor: float | None) -> None:
 
 
 def _microbatch_error(rank: int, world: int, microbatches: int) -> tuple[float, float]:
-    """Of the fp32 shard, and of bf16 throughout, against float64."""
+    """Returns the relative errors, against float64, with the fp32 shard and with bf16 main gradients."""
     shapes, errors = [(40, 50)], []
     batches = [[noise(b, r, shapes, BF16)[0] for r in range(world)] for b in range(microbatches)]
     exact = torch.stack([torch.stack([g.double() for g in batch]).mean(0) for batch in batches]).sum(0)
@@ -219,7 +221,7 @@ def test_error_of_the_fp32_shard() -> None:
 
 
 def _given_grads(rank: int, world: int) -> None:
-    """What is in `.grad` counts: None and zeros as nothing, somebody else's tensor as itself."""
+    """Gradients are added to what is in `.grad`: None and zeros count as nothing, a user's tensor as itself."""
     model = Blocks(FP32)
     torch_ext.parallelize(model, policy(FP32), strategy=STRATEGY)
     dtypes = (FP32, FP32, FP32)
@@ -253,6 +255,7 @@ def test_what_is_in_grad_counts() -> None:
 
 
 def _weights_of(rank: int, world: int) -> list[bytes]:
+    """Parallelizes a model that differs between ranks; returns its weights and buffers."""
     torch.manual_seed(rank)
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7))
     with torch.no_grad():

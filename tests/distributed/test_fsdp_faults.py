@@ -1,4 +1,4 @@
-"""optim_grads_params: what goes wrong on one rank is a message on every rank, and training goes on where it can."""
+"""optim_grads_params: what goes wrong on one rank is an error on every rank, and training goes on where FSDP2 can."""
 
 import os
 import re
@@ -27,6 +27,7 @@ def _parallel(dtype: torch.dtype = FP32, main: Any = FP32, **options: Any) -> An
 
 
 def _grads(rank: int, seed: int = 1, without: int | None = None) -> list[Any]:
+    """Returns a rank's gradients; `without`: the position of a parameter that gets none."""
     grads: list[Any] = noise(seed, rank, SHAPES)
     if without is not None:
         grads[without] = None
@@ -34,26 +35,29 @@ def _grads(rank: int, seed: int = 1, without: int | None = None) -> list[Any]:
 
 
 def _error(call: Callable[[], object]) -> str:
+    """Returns the text of the error that `call` must raise."""
     with pytest.raises((RuntimeError, ValueError, TypeError)) as raised:
         call()
     return str(raised.value)
 
 
 def _check(model: torch.nn.Module, seeds: list[int], world: int, main: torch.dtype = FP32) -> None:
+    """The gradients must be the accumulated means of these micro-batches, to the bit."""
     means = [mean_of_ranks(seed, range(world), (FP32, main, main)) for seed in seeds]
     for param, grad, whole in zip(model.parameters(), gradients(model), accumulated(means, main), strict=True):
         assert grad is not None and bits([grad]) == bits([shard_of(param, whole).float()])  # type: ignore[arg-type]
 
 
-# -- not a number (E7) --------------------------------------------------------------------------------------------
+# -- gradients that are not finite (E7) ------------------------------------------------------------------------------
 
 
 def _nan(rank: int, world: int, dtype: torch.dtype) -> str:
+    """The last rank has NaN and infinity. After zero_grad() training must go on."""
     checked = policy(dtype, FP32, bucket_size=1, check_for_nan_in_grad=True)
     model = torch_ext.parallelize(Blocks(dtype), checked, strategy=FULLY)
     grads = _grads(rank)
     if rank == world - 1:
-        grads[7][100] = float("nan")  # of the last block's third parameter, which leaves first
+        grads[7][100] = float("nan")  # the last block's third parameter, which is sent first
         grads[1][4, 2] = float("-inf")
     message = _error(lambda: model(grads).backward())
     optimizer = torch_ext.AdamW(model.parameters())
@@ -79,6 +83,7 @@ def test_e7_a_gradient_that_is_not_finite_stops_every_rank(world: int, dtype: to
 
 
 def _unused(rank: int, world: int, who: tuple[int, ...], find: bool) -> Any:
+    """On the ranks in `who`, a parameter gets no gradient. Returns the error, or the gradients."""
     model = _parallel(find_unused_parameters=find)
     started = time.monotonic()
     try:
@@ -116,9 +121,9 @@ def test_unused_parameters_count_as_zero(who: tuple[int, ...]) -> None:
 
 
 def _unused_between(rank: int, world: int, bucket_size: int | None, main: torch.dtype, early: bool) -> None:
-    """A parameter that no rank used keeps the gradient that it had, or none, whatever its unit sends."""
+    """A parameter that no rank used must keep the gradient that it had, or have none, whatever its unit sends."""
     if early:
-        unit_exchange.UNITS_IN_FLIGHT = 1  # sums are waited for, and there, before the ranks know
+        unit_exchange.UNITS_IN_FLIGHT = 1  # sums arrive before the ranks know which parameters were unused
     checked = policy(FP32, main, bucket_size=bucket_size)
     model = torch_ext.parallelize(Blocks(), checked, strategy=FULLY, find_unused_parameters=True)
     optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)
@@ -148,7 +153,7 @@ def _unused_between(rank: int, world: int, bucket_size: int | None, main: torch.
     assert [i for i, p in enumerate(params) if float(optimizer.state[p]["step"]) == 1.0] == [1, 4]
     assert all(grad is not None for grad in backward(4)), "as before"
     step()
-    # What one rank alone used, and what FSDP2 kept for a later backward, did come.
+    # A parameter that one rank used, or whose gradient FSDP2 kept for a later backward, does have a gradient.
     assert all(grad is not None for grad in backward(5, *([1, 4] if rank == 0 else [])))
     step()
     model.set_requires_gradient_sync(False)
@@ -172,6 +177,7 @@ def test_d8_what_no_rank_used_is_left_alone(bucket_size: int | None, main: torch
 
 
 def _skips_a_unit(rank: int, world: int, which: slice) -> str:
+    """Rank 0's loss leaves out the parameters in `which`, all of a unit; returns the error."""
     model = _parallel()
     grads = _grads(rank)
     if rank == 0:
@@ -186,7 +192,7 @@ def test_f5_a_rank_that_skips_a_unit() -> None:
 
 
 def test_f5_a_rank_that_skips_a_unit_whose_sum_is_waited_for() -> None:
-    """Before backward ends, since no more units may be on their way: nobody but the timeout knows."""
+    """More units than may be in flight: the sum is waited for before backward ends, so only the time-out can tell."""
     first, second = ranks.run(2, _skips_a_unit, slice(5, 8), timeout=2.0)
     assert "rank 1 did not respond" in first
     assert "gradients of cycle 0, unit 'blocks.2': rank 0 did not respond" in second and "Timed out" in second
@@ -203,7 +209,7 @@ def test_a_unit_that_is_frozen_on_one_rank_is_named_where_its_sum_is_waited_for(
     first, second = ranks.run(2, _freezes_a_unit, timeout=5.0)
     for message in (first, second):
         assert "with 'blocks.2." in message and "frozen since parallelize" in message, message
-    # Rank 0 waits in two calls, for a sum and at the end of the cycle; either may be the first that fails.
+    # Rank 0 waits in two calls, for a sum and at the end of the cycle. Either may fail first.
     waits = r"(end of gradient cycle 0|gradients of cycle 0, unit 'blocks.\d')"
     assert re.search(rf"rank 0 in \"{waits}, with 'blocks.2", second), second
 
@@ -212,6 +218,7 @@ def test_a_unit_that_is_frozen_on_one_rank_is_named_where_its_sum_is_waited_for(
 
 
 def _dies(rank: int, world: int) -> None:
+    """Rank 1 dies in its second backward."""
     model = _parallel()
     model(_grads(rank)).backward()
     if rank == 1:
@@ -230,6 +237,7 @@ def test_a_rank_that_dies_in_backward_is_a_message_on_the_others() -> None:
 
 
 def _lags(rank: int, world: int) -> str:
+    """Rank 1 is later than the time-out. Returns the error, which step() and the next backward must repeat."""
     model = _parallel()
     model(_grads(rank)).backward()
     if rank == 1:
@@ -251,6 +259,7 @@ def test_a_rank_that_lags_beyond_the_timeout_is_named() -> None:
 
 
 def _goes_on(rank: int, world: int, then: str, main: torch.dtype, where: str) -> str:
+    """Raises in a backward, then goes on as `then` says. where: before any unit, or with units in flight."""
     model = _parallel(FP32, main)
     optimizer = torch_ext.AdamW(model.parameters(), lr=0.0)
     model(_grads(rank, 1)).backward()
@@ -270,7 +279,7 @@ def _goes_on(rank: int, world: int, then: str, main: torch.dtype, where: str) ->
     if not RECOVERS:
         return _error(optimizer.zero_grad)
     if then == "step":
-        optimizer.step()  # with the first micro-batch: the one that failed is lost
+        optimizer.step()  # steps the first micro-batch; the one that failed is lost
         _check(model, [1], world, main)
     if then != "next":
         optimizer.zero_grad() if then == "step" else model.zero_grad()
@@ -291,6 +300,7 @@ def test_training_goes_on_after_an_exception(where: str, then: str, main: torch.
 
 
 def _drops(rank: int, world: int) -> str:
+    """Goes on after an error, with an FSDP2 that drops gradients when it recovers."""
     reset = FSDPModule.reset_iter_state
 
     def drop(module: Any) -> None:
@@ -305,7 +315,7 @@ def _drops(rank: int, world: int) -> str:
 
 @needs_recovery
 def test_gradients_outlive_a_recovery_in_which_fsdp2_drops_them() -> None:
-    """As it does from torch 2.15 on."""
+    """From torch 2.15 on FSDP2 does."""
     assert ranks.run(2, _drops) == ["", ""]
 
 
@@ -314,8 +324,9 @@ def _fail(*_: Any) -> None:
 
 
 def _forward_raises(rank: int, world: int, reshard: Any, kept: int) -> None:
-    """A unit keeps its weights after a forward, or all of them over fewer ranks: so it does after one that raised.
-    kept: quarters of them."""
+    """After a forward that raised, a unit must keep as much of its weights as after one that did not.
+
+    kept: quarters of the weights that are here after a forward: those of the shard, of two shards, or all."""
     model = Blocks(FP32)
     for block in model.blocks:
         fully_shard(block, reshard_after_forward=reshard)
@@ -331,7 +342,7 @@ def _forward_raises(rank: int, world: int, reshard: Any, kept: int) -> None:
     with torch.no_grad():
         model(_grads(rank, 1))
         assert here() == kept
-        handle = block.register_forward_pre_hook(_fail)  # behind FSDP2's
+        handle = block.register_forward_pre_hook(_fail)  # runs after FSDP2's hook
         for drops in (torch_ext.sync_parameters, torch_ext.offload):
             with pytest.raises(KeyError):
                 model(_grads(rank, 1))
@@ -352,7 +363,8 @@ def test_a_unit_is_kept_as_before_after_a_forward_that_raised(reshard: Any, kept
 
 
 def _whole_gradients(rank: int, world: int, then: str) -> None:
-    """Those that FSDP2 has not reduced: parallelize leaves the user's, and again drops them as it does shards."""
+    """Unsharded gradients that FSDP2 has not reduced yet: the first parallelize must keep the user's; a second one
+    drops them, as it drops sharded gradients."""
     model: Any = Blocks()
     fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
     if then != "the user's":
@@ -385,8 +397,8 @@ def test_whole_gradients_at_parallelize(then: str) -> None:
     ranks.run(2, _whole_gradients, then)
 
 
-def _anew(rank: int, world: int, before: str) -> None:
-    """After a forward without a backward the root's unit is whole, as it is where one raised."""
+def _parallelizes_again(rank: int, world: int, before: str) -> None:
+    """Parallelizes again after a forward without a backward, or one that raised: the root's unit is unsharded then."""
     model = Blocks()
     if before == "the user's":
         fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
@@ -408,11 +420,11 @@ def _anew(rank: int, world: int, before: str) -> None:
 
 @pytest.mark.parametrize("before", ["evaluated", "raised", "the user's"])
 def test_parallelize_after_a_forward(before: str) -> None:
-    ranks.run(2, _anew, before)
+    ranks.run(2, _parallelizes_again, before)
 
 
 def _some_were_added(rank: int, world: int) -> None:
-    """Where as many units as may be are on their way, sums are added before backward ends."""
+    """With as many units in flight as are allowed, sums are added before backward ends: step() must then raise."""
     unit_exchange.UNITS_IN_FLIGHT = 1
     model = _parallel()
     optimizer = torch_ext.AdamW(model.parameters(), lr=0.0)
@@ -442,6 +454,7 @@ def test_a_sum_that_was_added_to_is_not_stepped() -> None:
 
 
 def _changes(rank: int, world: int, what: str) -> str:
+    """Changes the model after parallelize; returns the next backward's error."""
     model = Blocks()
     model.blocks[1].p0.requires_grad_("thaw" not in what)
     torch_ext.parallelize(model, policy(bucket_size=1), strategy=FULLY)
@@ -449,7 +462,7 @@ def _changes(rank: int, world: int, what: str) -> str:
     model.zero_grad()
     if what == "thaw":
         model.blocks[1].p0.requires_grad_(True)
-    elif what == "thaw in forward":  # behind parallelize's own look
+    elif what == "thaw in forward":  # after parallelize's own check
 
         def thaw(*_: Any) -> None:
             model.blocks[1].p0.requires_grad_(True)
@@ -481,10 +494,11 @@ def test_a_change_that_would_lose_gradients_is_named(what: str, message: str) ->
         assert message in answer
 
 
-# -- what is not legal ----------------------------------------------------------------------------------------------
+# -- models that cannot be parallelized ------------------------------------------------------------------------------
 
 
 def _replicas_in_bf16(rank: int, world: int) -> Any:
+    """HSDP whose replicas FSDP2 would add in bf16."""
     model = Blocks(BF16)
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
     fully_shard(model, mesh=mesh)
@@ -493,6 +507,7 @@ def _replicas_in_bf16(rank: int, world: int) -> Any:
 
 
 def _scaled_in_fp16(rank: int, world: int) -> Any:
+    """fp16 gradients that FSDP2 would scale in fp16."""
     model = Blocks(FP16)
     fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
     torch_ext.parallelize(model, policy(FP16), strategy=FULLY)
@@ -500,12 +515,14 @@ def _scaled_in_fp16(rank: int, world: int) -> Any:
 
 
 def _half_sharded(rank: int, world: int) -> Any:
+    """Only one block of the model is sharded."""
     model = Blocks()
     fully_shard(model.blocks[0], mesh=init_device_mesh("cpu", (world,)))
     torch_ext.parallelize(model, policy(), strategy=FULLY)
 
 
 def _sharded_elsewhere(rank: int, world: int) -> Any:
+    """The model is sharded over other ranks than process_group."""
     model = Blocks()
     groups = [torch.distributed.new_group([2 * i, 2 * i + 1]) for i in range(2)]
     fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
@@ -513,6 +530,7 @@ def _sharded_elsewhere(rank: int, world: int) -> Any:
 
 
 def _hooked(rank: int, world: int) -> Any:
+    """A parameter has a hook that runs after its gradient is accumulated."""
     model = Blocks()
     fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
     model.own.register_post_accumulate_grad_hook(lambda param: None)
@@ -520,22 +538,26 @@ def _hooked(rank: int, world: int) -> Any:
 
 
 def _empty(rank: int, world: int) -> Any:
+    """A parameter has no elements."""
     model = Blocks()
     model.blocks[0].p1 = torch.nn.Parameter(torch.zeros(0, 3))
     torch_ext.parallelize(model, policy(), strategy=FULLY)
 
 
 def _two_dtypes_in_a_module(rank: int, world: int) -> Any:
+    """A module has parameters of two dtypes."""
     model = Blocks(BF16)
     model.blocks[0].p1 = torch.nn.Parameter(torch.zeros(4))
     torch_ext.parallelize(model, policy(BF16), strategy=FULLY)
 
 
 def _sharded_already(rank: int, world: int) -> Any:
+    """The model is sharded and another strategy is requested."""
     torch_ext.parallelize(_parallel(), policy(), strategy="no_shard")
 
 
 def _has_state(rank: int, world: int) -> Any:
+    """An optimizer has state for the parameters."""
     model = Blocks()
     optimizer = torch.optim.AdamW(model.parameters())
     model(_grads(rank)).backward()
@@ -569,6 +591,7 @@ def test_what_is_not_legal_says_so_on_every_rank(body: Any, words: list[str]) ->
 
 
 def _unlike(rank: int, world: int) -> None:
+    """The ranks have sharded different blocks."""
     mesh = init_device_mesh("cpu", (world,))
     model = Blocks()
     for block in model.blocks[rank:]:

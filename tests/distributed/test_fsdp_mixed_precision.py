@@ -1,4 +1,4 @@
-"""A model under FSDP2's MixedPrecisionPolicy: its param_dtype decides moments and wire, its fp32 shards are masters."""
+"""FSDP2's MixedPrecisionPolicy: param_dtype decides the dtypes of moments and wire, fp32 shards are masters."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def _model(dtype: torch.dtype = FP32) -> Any:
 
 
 def _sharded(dtype: torch.dtype, *precisions: MixedPrecisionPolicy, root: MixedPrecisionPolicy | None = None) -> Any:
-    """precisions: of each of the inner units."""
+    """Returns a model in `dtype` under FSDP2. precisions: one for each inner unit; root: for the rest."""
     model = _model(dtype)
     for layer, precision in zip(model, precisions, strict=False):
         fully_shard(layer, mp_policy=precision)
@@ -32,7 +32,7 @@ def _bf16(**options: Any) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=BF16, **options)
 
 
-# What the parameters are in, what units compute in -> param_dtype, moments, wire, main gradients, dtype of the shards
+# By name: (a function that builds the model, (param_dtype, moments, wire, main gradients, dtype of the shards)).
 CASES: dict[str, Any] = {
     "bf16 everywhere": (lambda: _sharded(FP32, _bf16(), _bf16()), (BF16, BF16, BF16, FP32, FP32)),
     "reduced in fp32": (
@@ -67,6 +67,7 @@ CASES: dict[str, Any] = {
 
 
 def _decided(rank: int, world: int) -> None:
+    """Every policy must be the expected one, also while the weights are unsharded."""
     for case, (make, expected) in CASES.items():
         model = make()
         for gathered in (False, True):
@@ -91,6 +92,7 @@ def test_the_policy_follows_param_dtype() -> None:
 
 
 def _without_policies_of_groups(rank: int, world: int) -> None:
+    """Removes the groups' mp_policy: load_policy must decide the same dtypes."""
     for case, (make, expected) in CASES.items():
         model = make()
         for module in model.modules():
@@ -103,12 +105,12 @@ def _without_policies_of_groups(rank: int, world: int) -> None:
 
 
 def test_each_parameter_knows_what_it_is_computed_in() -> None:
-    """torch 2.15's groups have no mp_policy; parameters have one in every torch."""
+    """torch 2.15's parameter groups have no mp_policy; in every torch each parameter has one."""
     ranks.run(WORLD, _without_policies_of_groups)
 
 
 def _norms_in_fp32(rank: int, world: int) -> tuple[int, int]:
-    """Bytes of the wire with norms that are computed in fp32, and with all of it."""
+    """Returns the bytes sent with only the norms computed in fp32, and with everything in fp32."""
     sent = []
     for in_fp32 in (lambda p: p.ndim == 1, lambda p: True):
         precision = _bf16(param_dtype_override_fn=lambda p, in_fp32=in_fp32: FP32 if in_fp32(p) else None)
@@ -129,12 +131,12 @@ def _norms_in_fp32(rank: int, world: int) -> tuple[int, int]:
 )
 def test_what_a_unit_computes_in_fp32_decides_its_wire() -> None:
     norms, everything = (sum(sent) for sent in zip(*ranks.run(WORLD, _norms_in_fp32), strict=True))
-    gathered = 2 * (2 * 2 * 32 * 32 + 32 * 4)  # for forward, and those of the inner units once more for backward
+    gathered = 2 * (2 * 2 * 32 * 32 + 32 * 4)  # 2 B x half of the elements for forward; inner units' again for backward
     assert everything - norms == gathered, "two bytes more for the weights, but not for their gradients"
 
 
 def _overridden(rank: int, world: int) -> None:
-    """Overrides win here, too, and what a policy says of itself makes it again."""
+    """Overrides must win here, too, and a policy built from a policy's configs must be equal to it."""
     model = _sharded(FP32, root=_bf16())
     policy = torch_ext.load_policy(model, override_optimizer_config={"exp_avg_sq_dtype": "fp8"})
     assert (policy.exp_avg_dtype, policy.exp_avg_sq_dtype) == (BF16, torch.uint8)
@@ -162,6 +164,7 @@ def _gradients(model: Any, step: int, rank: int) -> None:
 
 
 def _train(rank: int, ours: bool, policy: Any, steps: int = 6) -> tuple[Any, Any]:
+    """Trains the sharded model. ours: with our exchange; policy: None: the one that follows from the model."""
     model = _sharded(FP32, _bf16(), _bf16())
     policy = torch_ext.load_policy(model) if policy is None else policy
     if ours:
@@ -176,7 +179,7 @@ def _train(rank: int, ours: bool, policy: Any, steps: int = 6) -> tuple[Any, Any
 
 
 def _trained(rank: int, world: int) -> list[bytes]:
-    """Moments are bf16, the fp32 shard is the only master, and training goes as with fp32 moments."""
+    """Moments are bf16, the fp32 shard is the only master, and weights stay close to those with fp32 moments."""
     answers = []
     for ours in (False, True):
         model, optimizer = _train(rank, ours, None)
@@ -217,16 +220,16 @@ def _bytes_sent(rank: int, world: int, override: Any) -> int:
 
 
 def test_the_wire_is_param_dtypes() -> None:
-    """The reductions carry two bytes per element; with an 8-bit wire, one."""
+    """The difference between a bf16 and an 8-bit wire must be one byte per element that is reduced."""
     elements = sum(p.numel() for p in _model().parameters())
     bf16, fp8 = (ranks.run(WORLD, _bytes_sent, wire)[0] for wire in ({}, {"grad_comm_dtype": "fp8"}))
-    gathered = 3 * elements  # 2 B x half of the elements for forward; most of them once more for backward
+    gathered = 3 * elements  # 2 B x half of the elements for forward; most of them again for backward
     assert elements * 0.8 < 2 * (bf16 - fp8) < elements * 1.2
     assert bf16 < elements + gathered
 
 
 def _mixed_units(rank: int, world: int) -> list[int]:
-    """Bytes of the wire with all units in bf16, with one in fp32, and with a wire that was asked for."""
+    """Returns the bytes sent with all units in bf16, with one in fp32, and with a wire dtype set by override."""
     sent = []
     fp32 = MixedPrecisionPolicy(param_dtype=FP32)
     for precision, override in ((_bf16(), {}), (fp32, {}), (fp32, {"grad_comm_dtype": "bf16"})):
@@ -243,12 +246,13 @@ def _mixed_units(rank: int, world: int) -> list[int]:
 def test_units_that_compute_in_fp32_have_the_wire_of_fp32() -> None:
     bf16, mixed, asked = (sum(sent) / WORLD for sent in zip(*ranks.run(WORLD, _mixed_units), strict=True))
     unit = 32 * 32 + 3 * 32
-    gathered = 2 * unit // 2 * 2  # two bytes more for each of its weights, once for forward and once for backward
+    gathered = 2 * unit // 2 * 2  # two more bytes for each of the unit's weights, for forward and again for backward
     assert mixed - asked == 2 * unit // 2, "two bytes more for each of its gradients"
     assert asked - bf16 == gathered
 
 
 def _reduced_in_fp32(rank: int, world: int) -> int:
+    """Returns the bytes sent with reduce_dtype=fp32."""
     precision = _bf16(reduce_dtype=FP32)
     model = _sharded(FP32, precision, precision)
     torch_ext.parallelize(model, torch_ext.load_policy(model), strategy="optim_grads_params")
@@ -258,5 +262,5 @@ def _reduced_in_fp32(rank: int, world: int) -> int:
 
 
 def test_the_wire_is_param_dtypes_beside_a_reduction_in_fp32() -> None:
-    """What FSDP2 widens before it asks for the sum travels in bf16; the sum is fp32 anyway."""
+    """FSDP2 widens gradients before it requests the sum. They must still be sent in bf16; the sum is fp32 anyway."""
     assert ranks.run(WORLD, _reduced_in_fp32) == ranks.run(WORLD, _bytes_sent, {})

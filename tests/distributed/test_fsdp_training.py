@@ -1,4 +1,4 @@
-"""optim_grads_params in the whole loop: the bits of no_shard, clipping, prefetch, all kinds of models."""
+"""optim_grads_params in whole training loops: the bits of no_shard, clipping, prefetch, models of all kinds."""
 
 import copy
 import gc
@@ -26,7 +26,7 @@ RECOVERS = hasattr(FSDPModule, "reset_iter_state")
 
 
 class _Out(torch.nn.Module):
-    """A tensor of its own, not a view, which FSDP2 warns of."""
+    """Returns a new tensor instead of a view; FSDP2 warns of views."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * 1
@@ -73,12 +73,14 @@ def _tokens(step: int, rank: int) -> torch.Tensor:
 
 
 def _loss(model: Any, step: int, rank: int) -> torch.Tensor:
+    """Returns the loss of one rank's tokens of this step."""
     tokens = _tokens(step, rank)
     logits = model(tokens).float()
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), (tokens * 3 + 1).remainder(11).flatten())
 
 
 def _loss_of_two(model: Any, step: int, rank: int) -> torch.Tensor:
+    """Returns a loss in which the model is used twice."""
     return _loss(model, step, rank) * _loss(model, step + 50, rank)
 
 
@@ -102,11 +104,12 @@ def _freeze(model: Any, step: int) -> None:
 
 
 def _evaluate(model: Any, step: int) -> None:
+    """Uses the model between two steps: in evaluation, without a backward, and for a gradient of an input."""
     model.eval()
     with torch.no_grad():
         model(_tokens(step, 0))
     model.train()
-    (model(_tokens(step, 0)).sum() * 0).detach()  # a graph that nobody goes back through
+    (model(_tokens(step, 0)).sum() * 0).detach()  # a graph without a backward
     hidden = torch.ones(1, 9, dtype=model.norm.weight.dtype, requires_grad=True)
     torch.autograd.grad(model.blocks[0](hidden).sum(), hidden)
 
@@ -127,11 +130,14 @@ def _run(
     before: Callable[[Any, int], None] = _nothing,
     **options: Any,
 ) -> tuple[list[bytes], float, list[float]]:
+    """Trains and returns the bits of the whole weights, the last loss, and the norms.
+
+    loss_of, backward, before: replace how the loss is computed and differentiated, and act before each step."""
     model = _net(dtypes[0], **options)
-    of_model = policy(*dtypes, loss_scale=64.0 if dtypes[0] == FP16 else None, bucket_size=1)
-    torch_ext.parallelize(model, of_model, strategy=strategy)
-    optimizer = torch_ext.AdamW(model.named_parameters(), lr=3e-3, policy=of_model)
-    scaler = of_model.grad_scaler()
+    model_policy = policy(*dtypes, loss_scale=64.0 if dtypes[0] == FP16 else None, bucket_size=1)
+    torch_ext.parallelize(model, model_policy, strategy=strategy)
+    optimizer = torch_ext.AdamW(model.named_parameters(), lr=3e-3, policy=model_policy)
+    scaler = model_policy.grad_scaler()
     losses, norms = [], []
     for step in range(steps):
         before(model, step)
@@ -157,8 +163,9 @@ DTYPES = [
 
 
 def _same_bits(rank: int, world: int, dtypes: Any, options: dict[str, Any]) -> None:
+    """FSDP2 and no_shard must train the same weights, to the bit."""
     ours, reference = (_run(rank, dtypes, strategy, **options) for strategy in (FULLY, "no_shard"))
-    # On one rank nothing travels, so nothing is rounded to the wire; gradients in bf16 travel as such anyway.
+    # no_shard rounds nothing more: on one rank nothing is sent, and bf16 gradients are sent as they are.
     assert ours[0] == reference[0]
     for norm, other in zip(ours[2], reference[2], strict=True):
         assert abs(norm - other) <= 2**-23 * other
@@ -169,7 +176,7 @@ def test_the_bits_of_no_shard(dtypes: Any) -> None:
     ranks.run(3, _same_bits, dtypes, {})
 
 
-# What the number of ranks changes is whether, and between how many, gradients travel; two ranks are in the loops below.
+# Fewer ranks change whether gradients are sent, and between how many. The other loops below run on two ranks.
 @pytest.mark.parametrize(
     ("world", "dtypes"),
     [pytest.param(1, (BF16, BF16, BF16), id="1-bf16")]
@@ -199,19 +206,19 @@ def test_the_bits_of_no_shard_in_other_loops(options: dict[str, Any]) -> None:
 
 
 def _clipped(rank: int, world: int) -> None:
-    """The norm is that of all ranks' shards, replicas counted once, and the policy's clip_grad applies by itself."""
+    """The norm must be that of all ranks' shards, with replicas counted once."""
     norms = {}
     for how in ("no_shard", FULLY, "hybrid"):
         model = _net(BF16)
         if how == "hybrid":
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
             fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=FP32))
-        of_model = policy(BF16, FP32)
-        torch_ext.parallelize(model, of_model, strategy="no_shard" if how == "no_shard" else FULLY)
-        optimizer = torch_ext.AdamW(model.parameters(), lr=1e-3, policy=of_model)
+        model_policy = policy(BF16, FP32)
+        torch_ext.parallelize(model, model_policy, strategy="no_shard" if how == "no_shard" else FULLY)
+        optimizer = torch_ext.AdamW(model.parameters(), lr=1e-3, policy=model_policy)
         _loss(model, 0, rank).backward()
         norms[how] = float(torch_ext.clip_grad_norm_(optimizer, 1e-3))
-    # no_shard's gradients are rounded to bf16 once more; replicas are added in another order.
+    # no_shard rounds its gradients to bf16 once more; HSDP adds replicas in another order.
     assert abs(norms[FULLY] - norms["no_shard"]) < 2**-8 * norms[FULLY]
     assert abs(norms[FULLY] - norms["hybrid"]) < 1e-6 * norms[FULLY]
 
@@ -221,20 +228,20 @@ def test_the_norm_of_all_shards() -> None:
 
 
 def _before(rank: int, world: int, kind: str) -> None:
-    """An optimizer that was made before has the model's parameters afterwards."""
+    """An optimizer that was created before parallelize must step the model's new parameters."""
     model = _net(FP32)
-    of_model = policy(FP32)
+    model_policy = policy(FP32)
     if kind == "ours":
-        optimizer: torch.optim.Optimizer = torch_ext.AdamW(model.parameters(), lr=1e-2, policy=of_model)
+        optimizer: torch.optim.Optimizer = torch_ext.AdamW(model.parameters(), lr=1e-2, policy=model_policy)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    torch_ext.parallelize(model, of_model, strategy=FULLY)
+    torch_ext.parallelize(model, model_policy, strategy=FULLY)
     for step in range(3):
         _loss(model, step, rank).backward()
         optimizer.step()
         optimizer.zero_grad()
     later = _net(FP32)
-    torch_ext.parallelize(later, of_model, strategy=FULLY)
+    torch_ext.parallelize(later, model_policy, strategy=FULLY)
     other = type(optimizer)(later.parameters(), lr=1e-2)
     for step in range(3):
         _loss(later, step, rank).backward()
@@ -249,7 +256,7 @@ def test_an_optimizer_made_before(kind: str) -> None:
 
 
 def _mixed(rank: int, world: int) -> None:
-    """fp32 norms in a bf16 model are units of their own; frozen parameters have no gradient and no state."""
+    """fp32 norms in a bf16 model become units of their own; frozen parameters must not change."""
     model = _net(BF16)
     model.norm.float()
     for block in model.blocks:
@@ -260,10 +267,10 @@ def _mixed(rank: int, world: int) -> None:
     frozen = model.embedding.weight.detach().clone()
     for block in model.blocks:
         block.insert(0, _ToFp32())
-    of_model = policy(BF16, FP32)
-    torch_ext.parallelize(model, of_model, strategy=FULLY)
+    model_policy = policy(BF16, FP32)
+    torch_ext.parallelize(model, model_policy, strategy=FULLY)
     assert {p.dtype for m in model.modules() if isinstance(m, torch.nn.LayerNorm) for p in m.parameters()} == {FP32}
-    optimizer = torch_ext.AdamW(model.parameters(), lr=1e-2, policy=of_model)
+    optimizer = torch_ext.AdamW(model.parameters(), lr=1e-2, policy=model_policy)
     losses = []
     for _ in range(30):
         loss = _loss(model, 0, 0)
@@ -290,15 +297,15 @@ def test_several_dtypes_and_frozen_parameters() -> None:
 
 
 def _several(rank: int, world: int) -> None:
-    """Two models at once; one of them on a group of its own; one parallelized twice."""
+    """Two models at a time: one on a group of its own, one parallelized twice."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2])]
     mine = pairs[0] if rank < 2 else pairs[1]
     models = [_net(BF16), _net(BF16)]
-    of_model = policy(BF16)
-    torch_ext.parallelize(models[0], of_model, strategy=FULLY)
-    torch_ext.parallelize(models[1], of_model, strategy=FULLY, process_group=mine)
-    torch_ext.parallelize(models[0], of_model, strategy=FULLY)
-    optimizers = [torch_ext.AdamW(m.named_parameters(), lr=1e-2, policy=of_model) for m in models]
+    model_policy = policy(BF16)
+    torch_ext.parallelize(models[0], model_policy, strategy=FULLY)
+    torch_ext.parallelize(models[1], model_policy, strategy=FULLY, process_group=mine)
+    torch_ext.parallelize(models[0], model_policy, strategy=FULLY)
+    optimizers = [torch_ext.AdamW(m.named_parameters(), lr=1e-2, policy=model_policy) for m in models]
     for step in range(4):
         sum(_loss(m, step, rank) for m in models).backward()  # type: ignore[union-attr]
         for optimizer in optimizers:
@@ -316,7 +323,9 @@ def test_several_models_and_groups() -> None:
 
 
 def _prefetched(rank: int, world: int) -> list[list[str]]:
-    """Weights travel while the unit before runs; those of a unit that is then left out are not kept for later."""
+    """Returns the order of gathers and forwards. A unit's weights are gathered while the unit before it runs.
+
+    Weights that were gathered for a unit that then did not run must not be kept for later."""
     model = _net(BF16)
     torch_ext.parallelize(model, policy(BF16, bucket_size=1), strategy=FULLY)
     optimizer = torch_ext.AdamW(model.parameters(), lr=1e-1, policy=policy(BF16))
@@ -341,8 +350,8 @@ def _prefetched(rank: int, world: int) -> list[list[str]]:
     _loss(model, 2, rank).backward()
     blocks = model.blocks
     with torch.no_grad():
-        model.blocks = torch.nn.ModuleList([blocks[0]])  # blocks.1 is prefetched, and does not run
-        _loss(model, 0, rank)  # and leaves the root's weights whole, until the step
+        model.blocks = torch.nn.ModuleList([blocks[0]])  # blocks.1 is prefetched but does not run
+        _loss(model, 0, rank)  # leaves the root's weights unsharded until the step
         model.blocks = blocks
         assert "blocks.1" in started
         optimizer.step()
@@ -352,7 +361,7 @@ def _prefetched(rank: int, world: int) -> list[list[str]]:
 
 
 def _loss_of_shards(model: Any, step: int) -> float:
-    """Of a plain model with the weights that are in the shards."""
+    """Returns the loss of a plain model with the weights of the shards."""
     model.reshard()
     plain = _net(BF16)
     with torch.no_grad():
@@ -364,10 +373,10 @@ def _loss_of_shards(model: Any, step: int) -> float:
 
 def test_prefetch() -> None:
     for first, second in ranks.run(2, _prefetched):
-        # Forwards: the first one learns the order.
+        # Forwards: the first one records the order, the second gathers one unit ahead.
         assert first[:7] == ["", "blocks.0", "run 0", "blocks.1", "run 1", "blocks.2", "run 2"]
         assert second[:7] == ["", "blocks.0", "blocks.1", "run 0", "blocks.2", "run 1", "run 2"]
-        # Backwards: FSDP2 itself goes one ahead, since our gathers do not block.
+        # Backwards: FSDP2 itself gathers one unit ahead, since our gathers do not block.
         assert first[7:] == second[7:] == ["blocks.2", "blocks.1", "blocks.0"]
 
 
@@ -380,12 +389,12 @@ def _stop(*_: Any) -> None:
 
 
 def _cut_short(rank: int, world: int, how: str, then: str) -> None:
-    """Gathered weights that no forward used are those from before a step, or before a load."""
+    """Weights that were gathered and not used by a forward are out of date after a step or a load."""
     model = _net(BF16)
     torch_ext.parallelize(model, policy(BF16, bucket_size=1), strategy=FULLY)
     optimizer = torch_ext.AdamW(model.parameters(), lr=1e-1, policy=policy(BF16))
     shards = list(model.parameters())
-    _loss(model, 0, rank).backward()  # learns the order, in which weights are gathered from here on
+    _loss(model, 0, rank).backward()  # records the order in which weights are gathered from now on
     _loss(model, 1, rank).backward()
 
     if how == "a block alone":
@@ -415,16 +424,16 @@ def test_weights_that_no_forward_used_are_dropped(how: str, then: str) -> None:
 
 
 def _remainders(rank: int, world: int) -> None:
-    """bf16 shards whose fp32 masters are 16-bit remainders beside them."""
-    of_model = torch_ext.load_policy(
+    """bf16 shards whose fp32 masters are stored as 16-bit remainders."""
+    model_policy = torch_ext.load_policy(
         BF16,
         override_optimizer_config={"store_param_remainders": True, "main_grads_dtype": FP32},
         override_ddp_config={"grad_comm_dtype": FP32},
     )
     weights, masters = [], []
     for strategy in (FULLY, "no_shard"):
-        model = torch_ext.parallelize(_net(BF16), of_model, strategy=strategy)
-        optimizer = torch_ext.AdamW(model.named_parameters(), lr=1e-3, policy=of_model)
+        model = torch_ext.parallelize(_net(BF16), model_policy, strategy=strategy)
+        optimizer = torch_ext.AdamW(model.named_parameters(), lr=1e-3, policy=model_policy)
         for step in range(5):
             _loss(model, step, rank).backward()
             optimizer.step()
@@ -440,6 +449,7 @@ def test_remainders_beside_bf16_shards() -> None:
 
 
 def _raise_in_backward(model: Any, x: torch.Tensor) -> None:
+    """Raises in a backward and zeroes the gradients."""
     handle = model[0].register_full_backward_pre_hook(_stop)
     loss = model(x).square().sum()
     handle.remove()
@@ -449,7 +459,7 @@ def _raise_in_backward(model: Any, x: torch.Tensor) -> None:
 
 
 def _beside_tensor_parallelism(rank: int, world: int) -> None:
-    """Two shards of a model that two ranks each compute together; whole parameters are DTensors, too."""
+    """Two FSDP2 shards of a model that two tensor-parallel ranks compute: unsharded parameters are DTensors."""
     torch.manual_seed(0)
     plain = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.ReLU(), torch.nn.Linear(10, 5))
     model: Any = copy.deepcopy(plain)
@@ -481,6 +491,7 @@ def test_beside_tensor_parallelism() -> None:
 
 
 def _dropped(rank: int, world: int) -> None:
+    """A model that is gone must take its reducer and its shards with it."""
     model = torch_ext.parallelize(_net(BF16), policy(BF16, FP32), strategy=FULLY)
     engine = weakref.ref(parallel_module.reducer_of(model))
     shards = [weakref.ref(p) for p in model.parameters()]

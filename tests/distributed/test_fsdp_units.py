@@ -1,4 +1,4 @@
-"""Which modules become FSDP2's units where the user leaves it to parallelize."""
+"""Which modules become FSDP2's units if the user leaves the choice to parallelize."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def _linear(numel: int, dtype: torch.dtype = FP32) -> nn.Module:
 
 
 class Net(nn.Module):
-    """Of named parts."""
+    """A module with named children."""
 
     def __init__(self, **parts: nn.Module) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Net(nn.Module):
 
 
 class Gated(nn.Module):
-    """Has a parameter of its own beside a module."""
+    """A module with a parameter of its own and a child."""
 
     def __init__(self, own: torch.dtype, inner: torch.dtype) -> None:
         super().__init__()
@@ -36,6 +36,7 @@ class Gated(nn.Module):
 
 
 def _tied() -> Net:
+    """Returns blocks of which one shares a weight with the head."""
     blocks = [nn.Sequential(_linear(4), _linear(4)) for _ in range(3)]
     head: Any = _linear(4)
     head.weight = blocks[1][0].weight
@@ -43,7 +44,7 @@ def _tied() -> Net:
 
 
 def _shared(head: bool) -> Net:
-    """A module of two blocks, or of a block and the rest of the model."""
+    """Returns blocks with a module that two blocks share, or that a block shares with the model."""
     one = _linear(4)
     blocks = [Net(own=_linear(4), shared=one), Net(own=_linear(4)), Net(own=_linear(4))]
     if head:
@@ -185,6 +186,7 @@ class Normed(nn.Module):
 
 
 def _rows(rank: int, world: int) -> dict[str, torch.dtype]:
+    """Returns the dtype of each gradient after a backward."""
     model = nn.Sequential(Normed(), Normed())
     torch_ext.parallelize(model, policy(BF16, bucket_size=1), strategy="optim_grads_params")
     model(torch.eye(4, dtype=BF16)).float().square().sum().backward()
@@ -198,6 +200,7 @@ def test_units_of_another_dtype_have_the_row_of_their_own() -> None:
 
 
 def _sharded(rank: int, world: int) -> list[str]:
+    """Returns the names of the modules that parallelize has made units."""
     model = Net(layers=nn.ModuleList(_linear(4) for _ in range(5)), head=_linear(4))
     torch_ext.parallelize(model, policy(bucket_size=8), strategy="optim_grads_params")
     return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
@@ -208,6 +211,7 @@ def test_parallelize_makes_these_units() -> None:
 
 
 def _reduced(rank: int, world: int) -> list[Any]:
+    """Returns the (param_dtype, reduce_dtype) that parallelize passes to fully_shard, for several dtypes."""
     given: list[Any] = []
     fully_shard = fsdp_units.fully_shard
 
@@ -223,6 +227,6 @@ def _reduced(rank: int, world: int) -> list[Any]:
 
 
 def test_gradients_are_handed_over_as_backward_makes_them() -> None:
-    """By name: what no reduce_dtype means changed with torch 2.15. fp16 is widened."""
+    """reduce_dtype is always passed, because None means something else since torch 2.15. fp16 is reduced in fp32."""
     expected = [(FP32, FP32), (BF16, BF16), (FP16, FP32), (None, None), (None, FP32)]
     assert ranks.run(2, _reduced) == [expected] * 2

@@ -1,5 +1,5 @@
-"""The tests of tests/gpu/test_gpu_exchange.py where there is no GPU: over gloo, and over a pretended NCCL in memory of
-the host. That the device is late is all that they cannot show."""
+"""Runs tests/gpu/test_gpu_exchange.py without a GPU: over gloo, and over a pretended NCCL in host memory. Only what a
+late device would show is not tested here."""
 
 import os
 import pathlib
@@ -16,7 +16,7 @@ import torch_ext
 TESTS = pathlib.Path(os.path.abspath(__file__)).parents[1]
 FILE = TESTS / "gpu/test_gpu_exchange.py"
 
-# Two trainings of each strategy and transport, and everything else but the processes that end in some way.
+# Two trainings of each strategy and transport, and all other tests except for processes that end in special ways.
 CHOSEN = "bf16-main-fp32 or of_their_own or changes_nothing or memory_of or under_way or just_ends or hangs or missing"
 
 
@@ -46,7 +46,7 @@ def test_the_bodies_pass_without_a_gpu(nccl: str) -> None:
     counts = re.search(r"(\d+) passed, (\d+) skipped", ran.stdout)
     assert ran.returncode == 0 and counts is not None, ran.stdout + ran.stderr
     strategies, transports = 5, 2
-    skipped = 2  # those that need something late
-    without = 2 if torch.version.cuda is not None else 0  # its own NCCL comes before the pretended one
+    skipped = 2  # tests that need a late device
+    without = 2 if torch.version.cuda is not None else 0  # torch's own NCCL would be used, not the pretended one
     assert int(counts[1]) == 3 * strategies * transports + 4 - without, ran.stdout
     assert int(counts[2]) == skipped + without, ran.stdout

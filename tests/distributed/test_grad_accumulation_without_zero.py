@@ -1,5 +1,5 @@
-"""What lies in `.grad` when a backward begins or reaches no use of a parameter: what an earlier reduction left, what
-somebody assigned or dropped, zeros on one rank and nothing on another."""
+"""`.grad` when a backward begins that may not reach a parameter: with the result of an earlier reduction, assigned or
+dropped by the user, or zeros on one rank and None on another."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,11 +17,12 @@ SMALL: list[Any] = [(4,), (1000,)]
 
 # -- an earlier reduction -----------------------------------------------------------------------------------------
 
-# wire, divide factor
+# By name: dtype of the wire, gradient_divide_factor.
 TRAVELS = {"fp32": ("fp32", None), "fp32, a sum / 5": ("fp32", 5.0), "bf16": ("bf16", None), "8 bits": ("fp8", None)}
 
 
 def _unused(rank: int, world: int, strategy: str) -> dict[str, bool]:
+    """Returns for each wire whether an unused parameter's gradient keeps its bits."""
     found = {}
     for name, (wire, factor) in TRAVELS.items():
         chosen = policy(FP32, FP32, wire, bucket_size=1)
@@ -47,6 +48,7 @@ def test_a_gradient_that_nobody_adds_to_stays_as_it_was(world: int) -> None:
 
 
 def _used_on_one(rank: int, world: int, strategy: str) -> tuple[float, float]:
+    """The second backward reaches a parameter on rank 0 only. Returns the smallest and the largest gradient element."""
     model: Any = torch_ext.parallelize(
         Given(SMALL), policy(bucket_size=1), strategy=strategy, find_unused_parameters=True
     )
@@ -64,7 +66,7 @@ def test_what_one_rank_adds_to_is_no_longer_what_it_was() -> None:
 
 
 def _twice(rank: int, world: int, strategy: str) -> list[list[bytes]]:
-    """Whatever the buckets are, and whichever of them hold something from before."""
+    """Returns the weights after cycles of three reductions, for each wire and bucket size."""
     found = []
     for wire in ("fp32", "bf16", "fp8"):
         for size in (1, 10**6):
@@ -87,11 +89,12 @@ def test_sums_of_several_reductions_have_the_bits_of_every_bucket_size() -> None
     for strategy, (first, second) in found.items():
         assert first == second, strategy
         assert first[::2] == first[1::2], strategy
-    # Sums of reductions are added up in fp32 on the shard, in both.
+    # Both add the sums of several reductions in fp32 on the shard.
     assert found["optim"] == found["optim_grads"]
 
 
 def _minus_zero(rank: int, world: int, strategy: str) -> list[bool]:
+    """Parameters get a first gradient of -0 while another one has a sum from before; returns whether the sign stays."""
     signs = []
     for size in (1, 10**6):
         model: Any = torch_ext.parallelize(
@@ -110,7 +113,7 @@ def test_minus_zero_stays_beside_a_sum_from_before() -> None:
 
 
 def _of_a_micro_batch(rank: int, world: int, strategy: str) -> list[float]:
-    """Under no_sync(), in a cycle behind another one; the backward that reduces uses the parameter nowhere."""
+    """A parameter that is used under no_sync() only, after another cycle: the reducing backward must reduce it."""
     model: Any = torch_ext.parallelize(
         Given(SMALL), policy(bucket_size=1), strategy=strategy, find_unused_parameters=True
     )
@@ -131,10 +134,11 @@ def test_what_came_under_no_sync_is_reduced_in_every_cycle() -> None:
         assert answers == [[2.0], [2.0]], strategy
 
 
-# -- assigned and dropped ------------------------------------------------------------------------------------------
+# -- gradients that are assigned or dropped ------------------------------------------------------------------------
 
 
 def _assigned(rank: int, world: int, strategy: str, factor: float | None) -> list[list[float]]:
+    """Assigns `.grad` on each rank and runs a backward; returns the reduced values."""
     found = []
     model: Any = torch_ext.parallelize(
         Given([256, 4]),
@@ -149,7 +153,7 @@ def _assigned(rank: int, world: int, strategy: str, factor: float | None) -> lis
         model.p0.grad = torch.full((256,), 10.0 * (1 + rank))
         model([used, torch.ones(4)]).backward()
         found.append(sorted(set(gradients(model)[0].tolist())))  # type: ignore[union-attr]
-    model.p0.grad = torch.full((256,), 10.0 * (1 + rank))  # of which nothing comes
+    model.p0.grad = torch.full((256,), 10.0 * (1 + rank))  # the next backward does not reach p0
     model([None, torch.ones(4)]).backward()
     found.append(sorted(set(gradients(model)[0].tolist())))  # type: ignore[union-attr]
     return found
@@ -161,12 +165,12 @@ def test_a_grad_that_somebody_assigned_is_this_ranks_own_in_every_cycle(factor: 
     times = 1.0 if factor is None else 2.0
     for strategy in ("no_shard", "optim"):
         assert found[strategy] == [[[16.5 * times], [16.5 * times], [15.0 * times]]] * 2, strategy
-    # Where sums are added to a shard, what is there without zero_grad() stays in it.
+    # optim_grads adds sums to its shard, in which the value from before stays without zero_grad().
     assert found["optim_grads"] == [[[16.5 * times], [33.0 * times], [48.0 * times]]] * 2
 
 
 def _added_to_and_then(rank: int, world: int, strategy: str) -> dict[str, Any]:
-    """Between a micro-batch that adds to an earlier reduction, and the backward that reduces the two."""
+    """Acts between a micro-batch that adds to an earlier reduction and the backward that reduces both."""
     found: dict[str, Any] = {}
     for what in ("nothing", "zero_grad", "to zeros", "assigned", "dropped", "dropped and unused"):
         model: Any = torch_ext.parallelize(
@@ -206,7 +210,7 @@ def test_what_becomes_of_a_micro_batch_beside_an_earlier_reduction() -> None:
 
 
 def _behind_master_weights(rank: int, world: int, strategy: str) -> list[float]:
-    """In which parameters become fp32 for a while: whatever autograd made for them is made anew."""
+    """master_weights() makes parameters fp32 for a while, so autograd's nodes for them are created again."""
     model: Any = torch_ext.parallelize(
         Given([256, 4], BF16),
         policy(BF16, bucket_size=1),
@@ -234,6 +238,7 @@ def test_a_micro_batch_beside_an_earlier_reduction_behind_master_weights() -> No
 
 
 def _left_and_not_named(rank: int, world: int, strategy: str) -> str:
+    """A parameter has a gradient from before and gets none now: that must be an error."""
     model: Any = torch_ext.parallelize(Given([4, 4]), policy(bucket_size=1), strategy=strategy)
     ones = [torch.ones(4)] * 2
     model(ones).backward()
@@ -261,6 +266,7 @@ DROPPED: dict[str, Callable[[Any, Any], None]] = {
 
 
 def _dropped(rank: int, world: int, strategy: str) -> dict[str, Any]:
+    """Drops the gradient of a micro-batch in several ways; afterwards it must count as missing."""
     found: dict[str, Any] = {}
     for how, drop in DROPPED.items():
         for unused in (True, False):
@@ -291,6 +297,7 @@ def test_a_gradient_that_was_dropped_has_not_come() -> None:
 
 
 def _here_and_not_there(rank: int, world: int, strategy: str) -> tuple[Any, ...]:
+    """zero_grad(set_to_none=False) leaves zeros on rank 0 and None on rank 1: all ranks must step alike."""
     model: Any = torch_ext.parallelize(
         Given([4, 4]), policy(bucket_size=1), strategy=strategy, find_unused_parameters=True
     )
@@ -315,10 +322,11 @@ def test_zeros_on_one_rank_are_a_gradient_on_all_or_on_none() -> None:
         assert weights[0] == weights[1], strategy
 
 
-# -- backwards that are none of the loop ---------------------------------------------------------------------------
+# -- backwards outside the training loop ---------------------------------------------------------------------------
 
 
 def _autograd_grad(rank: int, world: int, strategy: str) -> list[Any]:
+    """Calls torch.autograd.grad on rank 0 only, between backwards: it must send nothing and change no gradient."""
     found: list[Any] = []
     for factor in (None, 1.0):
         for unused in (False, True):
@@ -331,7 +339,7 @@ def _autograd_grad(rank: int, world: int, strategy: str) -> list[Any]:
             )
             ones = [torch.ones(4)] * 2
             for _ in range(2):
-                if rank == 0:  # alone: nothing travels
+                if rank == 0:  # alone, so any message would hang
                     grads = torch.autograd.grad(model(ones), list(model.parameters()))
                     assert all(bool(g.eq(1).all()) for g in grads)
                 found.append(model.wire_bytes() if not found else None)
@@ -348,7 +356,7 @@ def test_torch_autograd_grad_is_no_backward_of_the_loop() -> None:
         assert len(sums) == 8 and all(set(s) == {1.0} for s in sums[:4]) and all(set(s) == {2.0} for s in sums[4:])
 
 
-# -- gradients of which nobody was told ----------------------------------------------------------------------------
+# -- gradients that the reducer was not told of --------------------------------------------------------------------
 
 
 class _Oops(Exception):
@@ -356,6 +364,7 @@ class _Oops(Exception):
 
 
 def _untold(rank: int, world: int, strategy: str, kept: bool) -> tuple[str, bool]:
+    """A user's hook raises before ours is called: step() must raise and change no weight until zero_grad()."""
     model: Any = Given(SHAPES)
     raises = [False]
 
@@ -394,10 +403,12 @@ def test_step_with_a_gradient_whose_own_hook_raised_is_an_error(kept: bool) -> N
             assert kept or "'p2'" in message, strategy
 
 
-# -- several uses of a parameter ------------------------------------------------------------------------------------
+# -- several uses of a parameter -----------------------------------------------------------------------------------
 
 
 class _Twice(torch.nn.Module):
+    """Uses its weight twice, with gradients a and b."""
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(4, dtype=BF16))
@@ -407,6 +418,7 @@ class _Twice(torch.nn.Module):
 
 
 def _two_uses(rank: int, world: int, strategy: str) -> tuple[Any, ...]:
+    """256 + 1 from two uses must be 257 with fp32 main gradients, and 256 in bf16."""
     model: Any = torch_ext.parallelize(_Twice(), policy(BF16, FP32, "fp32"), strategy=strategy)
     model(torch.full((4,), 256.0, dtype=BF16), torch.ones(4, dtype=BF16)).backward()
     grad = gradient(model, model.weight)

@@ -1,5 +1,5 @@
-"""Several models, several process groups, ranks in groups beside each other, a world of one, another world after a
-restart, and groups that end before the models do."""
+"""Several models, several process groups, groups side by side, a world of one rank, a restart with another number of
+ranks, and groups that are destroyed before the models."""
 
 import itertools
 import tempfile
@@ -25,14 +25,14 @@ def _parallel(strategy: str, model: Any = None, **options: Any) -> Any:
 
 
 class Reference:
-    """The same models on one rank, with the mean of the members' gradients; one optimizer for all of them."""
+    """The same models on one rank, stepped with the mean of the members' gradients by one optimizer."""
 
     def __init__(self, n_models: int) -> None:
         self.models: list[Any] = [Given(SHAPES) for _ in range(n_models)]
         self.optimizer = torch_ext.AdamW([p for m in self.models for p in m.parameters()], lr=0.1)
 
     def step(self, step: int, members: list[list[int]], clip: float | None = None) -> float:
-        """members: of each model, the ranks that its gradients are a mean over; the norm."""
+        """Takes a step and returns the norm. members: for each model, the ranks whose gradients are averaged."""
         for m, (model, ranks_of) in enumerate(zip(self.models, members, strict=True)):
             each = [noise(step + 100 * m, r, SHAPES) for r in ranks_of]
             for p, grads in zip(model.parameters(), zip(*each, strict=True), strict=True):
@@ -43,6 +43,7 @@ class Reference:
         return float(norm)
 
     def check(self, models: list[Any]) -> None:
+        """The weights must be close to the reference's."""
         for theirs, ours in zip(self.models, models, strict=True):
             for (name, p), q in zip(theirs.named_parameters(), ours.parameters(), strict=True):
                 assert torch.allclose(p, q, rtol=1e-5, atol=1e-6), name
@@ -52,14 +53,14 @@ class Reference:
 
 
 def _several_models(rank: int, world: int) -> None:
-    """Two models in one process under each pair of strategies, on one group and on two, with one optimizer or two."""
+    """Two models in one process, under each pair of strategies: on one group or two, with one optimizer or two."""
     other = dist.new_group()
     for (first, second), apart in itertools.product(itertools.product(STRATEGIES, repeat=2), (False, True)):
         models = [_parallel(first), _parallel(second, process_group=other if apart else None)]
         params = [list(model.parameters()) for model in models]
         optimizers = [torch_ext.AdamW(each, lr=0.1) for each in (params if apart else [params[0] + params[1]])]
         reference = Reference(2)
-        everyone = [list(range(world))] * 2
+        all_ranks = [list(range(world))] * 2
         for step in range(STEPS):
             losses = [model(noise(step + 100 * m, rank, SHAPES)) for m, model in enumerate(models)]
             if step == 1:  # both in one backward
@@ -67,7 +68,7 @@ def _several_models(rank: int, world: int) -> None:
             else:
                 losses[1].backward()
                 losses[0].backward()
-            norm = reference.step(step, everyone, None if apart else 3.0)
+            norm = reference.step(step, all_ranks, None if apart else 3.0)
             if not apart:
                 assert float(torch_ext.clip_grad_norm_(optimizers[0], 3.0)) == pytest.approx(norm, rel=1e-6)
             for optimizer in optimizers:
@@ -81,7 +82,7 @@ def test_several_models_in_one_process() -> None:
 
 
 def _one_after_the_other(rank: int, world: int, strategy: str) -> None:
-    """Each gone before the next; the last ones live side by side."""
+    """Creates models one after the other, each gone before the next; the last four live at the same time."""
     alive = []
     for i in range(12):
         model = _parallel(strategy)
@@ -107,7 +108,7 @@ def test_many_models_one_after_the_other() -> None:
 
 
 def _two_by_two(rank: int, world: int, strategy: str) -> list[Any]:
-    """One model over all ranks and one over a pair of them, as experts are: an optimizer for each, or one for both."""
+    """One model over all ranks and one over pairs of them, like experts; an optimizer for each, or one for both."""
     pairs = [[0, 2], [1, 3]]
     groups = [dist.new_group(pair) for pair in pairs]
     members = [pairs[rank % 2], list(range(world))]
@@ -140,7 +141,7 @@ def test_pairs_of_ranks_beside_all_of_them() -> None:
 
 
 def _data_parallel_pairs(rank: int, world: int, strategy: str) -> Any:
-    """Pairs that know nothing of each other: one raises and goes on, which the other does not notice."""
+    """Two pairs of ranks that have nothing in common. One pair raises in a backward; the other must not notice."""
     pairs = [[0, 1], [2, 3]]
     groups = [dist.new_group(pair) for pair in pairs]
     model = _parallel(strategy, process_group=groups[rank // 2])
@@ -167,7 +168,7 @@ def test_pairs_of_ranks_that_know_nothing_of_each_other() -> None:
 
 
 def _alone(rank: int, world: int, strategy: str) -> None:
-    """A group of one rank, beside others; and then a group of all, of the same module."""
+    """Trains in a group of one rank, next to others; then in a group of all ranks, with the same module."""
     alone = [dist.new_group([r]) for r in range(world)][rank]
     model = _parallel(strategy, process_group=alone)
     optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)
@@ -199,7 +200,7 @@ def test_a_group_of_one(world: int) -> None:
 
 
 def _trains(rank: int, world: int, strategy: str, weights: Any, first: int) -> list[Any]:
-    """Two steps from the weights of an earlier run, if there was one: the weights."""
+    """Takes two steps from the weights of an earlier run, if given. Returns the weights."""
     model = Given(SHAPES)
     if weights is not None:
         with torch.no_grad():
@@ -231,7 +232,7 @@ def test_a_restart_with_another_number_of_ranks() -> None:
 
 
 def _destroyed(rank: int, world: int, strategy: str) -> None:
-    """The engine holds its group: training goes on; what needs a group anew is an error by name until there is one."""
+    """A parallelized model keeps its group, so training goes on. What needs a new group raises until there is one."""
     folder = on_all_ranks(tempfile.mkdtemp() if rank == 0 else "")[0]
     model = _parallel(strategy)
     optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)
@@ -259,7 +260,7 @@ def test_a_process_group_that_is_destroyed_early() -> None:
 
 
 def _destroyed_in_backward(rank: int, world: int, strategy: str) -> None:
-    """With buckets on their way. The process ends as any other (ranks.run sees its exit status)."""
+    """Raises in a backward while buckets are being sent. ranks.run checks that the process exits with status 0."""
     model = _parallel(strategy)
     model(noise(0, rank, SHAPES)).backward()
     model.zero_grad()
@@ -280,7 +281,7 @@ def test_a_process_that_ends_after_an_exception() -> None:
 
 
 def _mixed_norms(rank: int, world: int, chosen: tuple[str, str]) -> None:
-    """One optimizer for what all four ranks share and what pairs share: a norm would differ from pair to pair."""
+    """One optimizer for parameters of all four ranks and of pairs: a common norm would differ between the pairs."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     dense = torch_ext.parallelize(Given([300]), policy(), strategy=chosen[0])
     experts = torch_ext.parallelize(Given([300]), policy(), strategy=chosen[1], process_group=pairs[rank // 2])
@@ -289,7 +290,7 @@ def _mixed_norms(rank: int, world: int, chosen: tuple[str, str]) -> None:
         for model in (dense, experts):
             model(noise(step, rank, [300])).backward()
         if step == 0:
-            optimizer.step()  # without a norm they can be stepped together
+            optimizer.step()  # without a norm both can be stepped
             optimizer.zero_grad()
     with pytest.raises(RuntimeError, match=r"over ranks \[.*\] and \[.*one by one"):
         torch_ext.clip_grad_norm_(optimizer, 1.0)

@@ -1,4 +1,4 @@
-"""IncrementalWeights of several ranks: no message between them, and whatever is there of all is a version."""
+"""IncrementalWeights of several ranks, which send no messages: a version exists if every rank has written its part."""
 
 import errno
 import os
@@ -26,7 +26,7 @@ def _bits(t: Tensor) -> bytes:
 
 
 def _whole(model: Any) -> dict[str, bytes]:
-    """The bits of all weights. Collective under FSDP2."""
+    """Returns the bytes of all weights. Collective under FSDP2."""
     found = {}
     for name, p in model.named_parameters():
         value: Any = p.detach()
@@ -35,7 +35,7 @@ def _whole(model: Any) -> dict[str, bytes]:
 
 
 def _saves(rank: int, world: int, strategy: str, folder: pathlib.Path, jobs: int) -> list[dict[str, bytes]]:
-    """The weights of each version of the last job."""
+    """Saves five versions in each job. Returns the weights of each version of the last job."""
     found = []
     for _ in range(jobs):
         torch.manual_seed(7)
@@ -56,7 +56,7 @@ def _saves(rank: int, world: int, strategy: str, folder: pathlib.Path, jobs: int
 
 
 def loaded(folder: pathlib.Path, wanted: dict[str, bytes], version: int | None = None) -> int:
-    """The version, whose bits are these."""
+    """Loads a version, or the last one; its weights must be `wanted`. Returns its number."""
     tensors = {name: torch.zeros_like(p) for name, p in Given(SHAPES, BF16).named_parameters()}
     found = torch_ext.load_weights(folder, tensors, version=version)
     assert {name: _bits(t) for name, t in tensors.items()} == wanted
@@ -89,7 +89,7 @@ def test_what_a_rank_did_not_write_is_no_version_and_what_is_gone_is_named(tmp_p
             assert re.sub(r"\.(run\d+|full|delta)$", "", name) in str(caught.value)
             assert name.endswith((".full", ".delta")) == ("of2.*" in str(caught.value))
         shutil.rmtree(bad)
-    shutil.copytree(good, bad)  # rank 1 was killed, and rank 0 went on for a version
+    shutil.copytree(good, bad)  # as if rank 1 had been killed, and rank 0 had written one more version
     for name in os.listdir(bad):
         if "1of2.delta" in name:
             (bad / name).unlink()
@@ -97,7 +97,7 @@ def test_what_a_rank_did_not_write_is_no_version_and_what_is_gone_is_named(tmp_p
 
 
 def _rank_fails(rank: int, world: int, folder: pathlib.Path) -> list[dict[str, bytes]]:
-    """Rank 1 cannot write one version, and goes on."""
+    """Rank 1 cannot write one version, and goes on with the next."""
     model: Any = Given(SHAPES, BF16)
     policy = torch_ext.load_policy(BF16)
     torch_ext.parallelize(model, policy, strategy="optim_grads")

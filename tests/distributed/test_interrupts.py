@@ -1,5 +1,5 @@
-"""Waiting for messages that fail, or while Ctrl-C interrupts, and waiting for them once more: an error stays one, and
-what was interrupted is waited for to its end."""
+"""Waits for messages that fail or that Ctrl-C interrupts, and waits for the same messages once more: an error must stay
+one, and an interrupted wait must be completed."""
 
 import contextlib
 import re
@@ -27,6 +27,7 @@ from torch_ext.parallel import parallel_module
 
 
 def _raises(error: BaseException, times: int = 1) -> Callable[[], None]:
+    """Returns an arrival for `Work` that raises the error the first `times` times."""
     left = [error] * times
 
     def arrives() -> None:
@@ -37,6 +38,7 @@ def _raises(error: BaseException, times: int = 1) -> Callable[[], None]:
 
 
 def _travel(*works: Work) -> Any:
+    """Returns a transfer that receives with all but the last of these Works and sends with the last."""
     exchange: Any = types.SimpleNamespace(group=Work())
     travel = gloo_p2p.PendingTransfer(exchange, 0, "bucket 7")
     travel.recvs, travel.sends = list(enumerate(works[:-1])), [(9, works[-1])]
@@ -104,7 +106,7 @@ LATE = [0.0, 0.3, 0.6]  # seconds, by rank: rank 0 waits for two others
 
 @contextlib.contextmanager
 def _interrupted(rank: int, waiting_for: str) -> Iterator[None]:
-    """Rank 0, on the user's thread, by a Ctrl-C that came while it waited for the first of two messages."""
+    """Interrupts rank 0's main thread after it has received the first of two messages."""
     if rank != 0:
         yield
         return
@@ -124,6 +126,7 @@ def _interrupted(rank: int, waiting_for: str) -> Iterator[None]:
 
 
 def _is_mean(model: Any, step: int, world: int) -> bool:
+    """Whether the gradients are the mean of the ranks' noise of this step."""
     shapes = [p.shape for p in model.parameters()]
     each = [noise(step, r, shapes) for r in range(world)]
     means = [torch.stack(of_ranks).sum(0) / world for of_ranks in zip(*each, strict=True)]
@@ -132,6 +135,7 @@ def _is_mean(model: Any, step: int, world: int) -> bool:
 
 
 def _sums_are_late(rank: int, world: int, strategy: str) -> None:
+    """Interrupts a backward and a zero_grad() that wait for sums. The later backwards must be right."""
     shapes = [(4000,)]
     model: Any = torch_ext.parallelize(Given(shapes), policy(bucket_size=1), strategy=strategy)
     for step in range(2):
@@ -144,7 +148,7 @@ def _sums_are_late(rank: int, world: int, strategy: str) -> None:
         with _interrupted(rank, "gradients of cycle 2"):
             model.zero_grad()
         model.zero_grad()
-        # The first sum that comes is not to be taken for this backward's, nor written into its gradient.
+        # The late sum of the interrupted backward must not be used for this one, nor be written into its gradient.
         handle = model.p0.register_hook(lambda _: time.sleep(0.2 if rank == 0 else 0))
         model(noise(3, rank, shapes)).backward()
         handle.remove()
@@ -156,11 +160,11 @@ def _sums_are_late(rank: int, world: int, strategy: str) -> None:
 
 
 def test_an_interrupt_while_sums_come() -> None:
-    strategies.run(3, _sums_are_late, chosen=["no_shard"])  # under the others a rank waits for its own sum
+    strategies.run(3, _sums_are_late, chosen=["no_shard"])  # with others a rank waits for its own sum only
 
 
 def _backward_is_interrupted(rank: int, world: int, strategy: str) -> None:
-    """While backward waits for the other ranks, as by Ctrl-C on all of them."""
+    """Interrupts backward on all ranks while it waits for the others. Training must go on after zero_grad()."""
     chosen = policy(bucket_size=1, overlap_grad_reduce=True)
     model: Any = torch_ext.parallelize(Given(SHAPES), chosen, strategy=strategy)
     ones = [torch.ones(s) for s in SHAPES]
@@ -192,13 +196,14 @@ def test_training_goes_on_after_an_interrupt_on_all_ranks() -> None:
 
 
 def _reports_are_late(rank: int, world: int, strategy: str) -> None:
+    """Interrupts the wait for the other ranks' reports at the end of a cycle."""
     with pytest.MonkeyPatch.context() as patch:
         internals.join_pairs(patch)
         chosen = policy(bucket_size=300, overlap_grad_reduce=True)
         model: Any = torch_ext.parallelize(Given(SHAPES), chosen, strategy=strategy)
         for step in range(6):
             late = torch.ones(1, requires_grad=True)
-            last = late * 2  # of backward
+            last = late * 2  # its gradient is the last of this backward
             if step == 2:
                 last.register_hook(lambda _: time.sleep(LATE[rank]))
             with _interrupted(rank, "end of gradient cycle 2") if step == 2 else contextlib.nullcontext():
@@ -209,11 +214,12 @@ def _reports_are_late(rank: int, world: int, strategy: str) -> None:
 
 
 def test_an_interrupt_while_ranks_report() -> None:
-    """Of joined buckets, too: the next cycles are right on all."""
+    """Also with joined buckets: the next cycles must be right on all ranks."""
     strategies.run(3, _reports_are_late)
 
 
 def _sharded(rank: int, world: int) -> tuple[Any, torch.Tensor, float]:
+    """Returns an FSDP2 model, an input and the output's sum with whole weights."""
     torch.manual_seed(0)
     model: Any = torch.nn.Linear(300, 300, bias=False)
     inputs = torch.ones(1, 300)
@@ -256,12 +262,13 @@ def test_weights_that_did_not_come_are_an_error_each_time() -> None:
     assert first in second
 
 
-# -- steps: weights that are on their way are waited for before they are used ------------------------------------------
+# -- steps: weights that are still being gathered are waited for before they are used --------------------------------
 
 SHARDED = ["optim", "optim_grads"]
 
 
 def _model(strategy: str, dtypes: Any = None) -> Any:
+    """Returns a model under a strategy, or "DDP hook". dtypes: of parameters that are not bf16, by position."""
     torch.manual_seed(0)
     model: Any = Given(SHAPES, BF16)
     for i, dtype in (dtypes or {}).items():
@@ -278,7 +285,7 @@ def _weights(model: Any) -> list[torch.Tensor]:
 
 
 def _is_interrupted(rank: int, world: int, strategy: str) -> tuple[list[Any], list[str]]:
-    """The weights that each forward sees; rank 0 is interrupted while it waits for those of the first step."""
+    """Returns the weights that each forward sees. Rank 0 is interrupted while it waits for the first step's weights."""
     model = _model(strategy)
     optimizer, seen = torch_ext.AdamW(model.parameters(), lr=0.1), []
     model.register_forward_pre_hook(lambda *_: seen.append(_weights(model)))
@@ -287,7 +294,7 @@ def _is_interrupted(rank: int, world: int, strategy: str) -> tuple[list[Any], li
         time.sleep(LATE[rank] if step == 0 else 0)
         with _interrupted(rank, "weights of") if step == 0 else contextlib.nullcontext():
             optimizer.step()
-        if step == 0:  # as a loop that saves when it is interrupted
+        if step == 0:  # like a loop that saves when it is interrupted
             seen.append([w.clone() for w in model.state_dict().values()])
         optimizer.zero_grad()
     model([g.to(BF16) for g in noise(3, rank, SHAPES)])
@@ -301,8 +308,9 @@ def test_weights_that_were_not_waited_for_are_there_in_the_next_forward(strategy
     assert len({str(weights) for weights in first[0]}) == 4, "each step changes them"
 
 
-def _half(rank: int, _world: int, strategy: str) -> list[str]:
-    """Rank 0 is interrupted after the first operator of a step, of which sharded strategies have several."""
+def _interrupted_halfway(rank: int, _world: int, strategy: str) -> list[str]:
+    """Interrupts rank 0 after the first of a step's operator calls; sharded strategies have several. Returns what each
+    later call does."""
     model = _model(strategy, {1: FP32})
     optimizer, said = torch_ext.AdamW(model.parameters(), lr=0.1), []
     grads = [g.to(p.dtype) for g, p in zip(noise(0, rank, SHAPES), model.parameters(), strict=True)]
@@ -332,14 +340,14 @@ def _half(rank: int, _world: int, strategy: str) -> list[str]:
 
 @pytest.mark.parametrize("strategy", ["no_shard", *SHARDED, "DDP hook"])
 def test_a_rank_that_stepped_some_parameters_only_says_so_for_good(strategy: str) -> None:
-    first, *others = ranks.run(2, _half, strategy, timeout=3.0)
+    first, *others = ranks.run(2, _interrupted_halfway, strategy, timeout=3.0)
     assert first[0] == "KeyboardInterrupt"
     assert all("step() was interrupted" in text and "Load a checkpoint" in text for text in first[1:]), first
     assert all("goes on" not in said for said in others), others
 
 
 def _refused(rank: int, _world: int, strategy: str) -> bool:
-    """A step that was refused before it wrote anything is no failure."""
+    """A step that is rejected before it has written anything must not count as a failed step."""
     model = _model(strategy)
     optimizer = torch_ext.AdamW(model.parameters(), lr=0.1, on_external_write="error")
     for step in range(3):
@@ -361,7 +369,7 @@ def test_a_refused_step_is_no_failure(strategy: str) -> None:
 
 
 def _parallelized_after(_rank: int, world: int) -> list[str]:
-    """Two of them, after a step that was interrupted between its two parts."""
+    """Interrupts a step between its two parts, then calls parallelize twice: only the first must raise."""
     model: Any = Given(SHAPES, BF16)
     optimizer = torch_ext.AdamW(model.named_parameters(), lr=0.1, offload_fraction=0.5)
     run, said = device_step.DeviceStep.run, []
@@ -396,7 +404,7 @@ def test_a_second_layout_does_not_hide_that_a_step_was_interrupted() -> None:
 
 
 def _before_anything_is_written(rank: int, _world: int, strategy: str) -> list[str]:
-    """Rank 0 is interrupted in its second step."""
+    """Interrupts rank 0's second step before it has written anything. Both ranks must get an error."""
     torch.manual_seed(0)
     model: Any = torch_ext.parallelize(torch.nn.Linear(30, 20).to(BF16), policy(BF16), strategy=strategy)
     optimizer, said = torch_ext.AdamW(model.parameters(), lr=0.1), []
@@ -414,7 +422,7 @@ def _before_anything_is_written(rank: int, _world: int, strategy: str) -> list[s
     return said
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])  # under the others weights are missed
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])  # with the others, weights would not arrive
 def test_a_rank_that_was_interrupted_before_it_stepped_anything_is_told(strategy: str) -> None:
     first, second = ranks.run(2, _before_anything_is_written, strategy)
     assert first[:4] == ["goes on"] * 3 + ["interrupted"] and second[:4] == ["goes on"] * 4

@@ -1,5 +1,5 @@
-"""Random training loops under every strategy (loop_programs.py) train the bits of one process. LOOP_PROGRAMS=100 runs
-as many more; a seed that failed once stays in SEEDS."""
+"""Random training loops under every strategy (loop_programs.py) must train the bits of one process. LOOP_PROGRAMS=100
+runs 100 more; a seed that failed once is added to SEEDS."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A rank that is lost, lags, or raises alone: a message on every other rank, within the timeout; nothing hangs."""
+"""A rank that is lost, late, or raises alone must be an error on every other rank, within the time-out."""
 
 import datetime
 import os
@@ -28,10 +28,11 @@ def _ones() -> list[torch.Tensor]:
     return [torch.ones(s) for s in SHAPES]
 
 
-# -- killed -------------------------------------------------------------------------------------------------------
+# -- ranks that are killed -------------------------------------------------------------------------------------------
 
 
 def _dies_in_backward(rank: int, world: int, how: str) -> None:
+    """Rank 1 dies in its third backward."""
     model: Any
     if how == "hook":
         # Two buckets after the first backward: the rank dies with one of them sent.
@@ -59,19 +60,20 @@ def test_a_rank_that_dies_in_backward_is_a_message_on_the_others(how: str) -> No
         assert "gradients of cycle 2" in answer.message or "end of gradient cycle 2" in answer.message
 
 
-# -- late ---------------------------------------------------------------------------------------------------------
+# -- ranks that are late ---------------------------------------------------------------------------------------------
 
 TIMEOUT = 1.5
-LATER = 1.0 + len(STRATEGIES) * 1.5 * TIMEOUT  # half of it is for hearing who is alive
+LATER = 1.0 + len(STRATEGIES) * 1.5 * TIMEOUT  # after a time-out, a rank asks the others for half of one who is alive
 
 
-def _of_its_own(strategy: str) -> Any:
-    """A model on a process group of its own, so that one failure leaves the next model alone."""
+def _with_own_group(strategy: str) -> Any:
+    """Returns a model on a process group of its own, so that its failure does not affect the next model."""
     return _parallel(strategy, process_group=dist.new_group(timeout=datetime.timedelta(seconds=TIMEOUT)))
 
 
 def _lags_in_backward(rank: int, world: int) -> dict[str, str]:
-    models = {strategy: _of_its_own(strategy) for strategy in STRATEGIES}
+    """Rank 1 comes too late to a backward of each strategy; returns the others' errors."""
+    models = {strategy: _with_own_group(strategy) for strategy in STRATEGIES}
     for model in models.values():
         model(_ones()).backward()
         model.zero_grad()
@@ -99,10 +101,11 @@ def test_a_rank_that_lags_in_backward_beyond_the_timeout_is_named() -> None:
 
 
 def _lags_in_step(rank: int, world: int) -> dict[str, str]:
-    models = {strategy: _of_its_own(strategy) for strategy in SHARDED}
+    """Rank 1 comes too late to a step of each sharded strategy; returns the others' errors."""
+    models = {strategy: _with_own_group(strategy) for strategy in SHARDED}
     optimizers = {strategy: torch_ext.AdamW(model.parameters(), lr=0.1) for strategy, model in models.items()}
     for model, optimizer in zip(models.values(), optimizers.values(), strict=True):
-        for last in (False, True):  # a first step compares more than the weights of it
+        for last in (False, True):  # a first step also compares the ranks' states
             model(_ones()).backward()
             if not last:
                 optimizer.step()
@@ -124,6 +127,7 @@ def test_a_rank_that_lags_in_step_beyond_the_timeout_is_named() -> None:
 
 
 def _never_parallelizes(rank: int, world: int, how: str) -> str:
+    """Rank 2 does not call parallelize, or ranks 0 and 1 call it in a group without rank 2. Returns the error."""
     subgroup = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=TIMEOUT))
     if how == "another world":
         if rank < 2:
@@ -151,7 +155,7 @@ def test_a_rank_in_another_world_is_told_who_did_not_come() -> None:
 
 
 def _rank_0_keeps_the_store(rank: int, world: int, behind: float) -> None:
-    """And ends as soon as it was told who is lost, while rank 2, so many seconds behind, is still asking."""
+    """Rank 0 has the store, and exits as soon as it knows who is lost. Rank 2 asks `behind` seconds later."""
     host, port = "127.0.0.1", [0]
     store = dist.TCPStore(host, 0, world, True, wait_for_workers=False) if rank == 0 else None
     if store is not None:
@@ -185,6 +189,7 @@ class _Oops(Exception):
 
 
 def _raises_alone(rank: int, world: int, strategy: str) -> None:
+    """Rank 1's user code raises in its second backward."""
     model = _parallel(strategy)
     model(_ones()).backward()
     model.zero_grad()

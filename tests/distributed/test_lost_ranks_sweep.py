@@ -1,7 +1,7 @@
-"""A rank that is killed or stands still at a random message of a random call: all others are told which one, in a call
-that they know.
+"""A rank is killed or stopped at a random message of a random call. Every other rank must get an error that names this
+rank and the call that was made.
 
-Each seed is one case. TORCH_EXT_LOST_RANK_SEEDS=200 (or 200-300) runs many; the ones below cover each call once.
+Each seed is one case. TORCH_EXT_LOST_RANK_SEEDS=200 (or 200-300) runs many; the default seeds cover each call once.
 """
 
 import contextlib
@@ -30,6 +30,7 @@ from torch_ext.comm import group_calls
 from torch_ext.parallel import parallel_module
 
 TIMEOUT = {"kill": 2.0, "stall": 2.5}
+# Functions of torch_ext.comm.group_calls that send messages.
 _SPEAKING = ["all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "all_to_all_single", "send"]
 _SPEAKING += ["receive", "new_group", "translated_over"]
 
@@ -40,11 +41,11 @@ def _model(dtype: torch.dtype = FP32) -> Any:
 
 
 class _Program:
-    """What a training loop has under one strategy ("hook": stock DDP with our hook)."""
+    """A small training under one strategy ("hook": DistributedDataParallel with our hook), and the calls of CALLS."""
 
     def __init__(self, how: str, group: Any, dtype: torch.dtype) -> None:
         self.how, self.group = how, group
-        checks = dtype == FP32  # of no interest beside a loss scale, with which some overflow
+        checks = dtype == FP32  # not with a loss scale, with which gradients may overflow
         self.policy = policy(dtype, FP32, bucket_size=1, overlap_grad_reduce=True, check_for_nan_in_grad=checks)
         self.model: Any = _model(dtype)
         self.inputs = torch.ones(3, 6, dtype=dtype)
@@ -68,7 +69,7 @@ class _Program:
         self.parallelize()
 
     def hook(self) -> None:
-        """DistributedDataParallel speaks when it is made, in torch's own words: here it has."""
+        """Registers the hook with a DDP that `_bare` has created: DDP's constructor has errors of torch's own."""
         torch_ext.register_comm_hook(self.bare, self.policy)
 
     def backward(self) -> None:
@@ -88,7 +89,7 @@ class _Program:
             pass
 
 
-# Call -> the strategies under which it speaks, what comes before it, itself, what its message has.
+# By call: the strategies under which it sends messages, what is done before it, the call, a pattern of its error.
 _OURS = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 _SHARDED = _OURS[1:]
 CALLS: dict[str, tuple[list[str], Callable[[Any], Any], Callable[[Any], Any], str]] = {
@@ -133,12 +134,13 @@ CALLS: dict[str, tuple[list[str], Callable[[Any], Any], Callable[[Any], Any], st
 
 
 def _bare(program: _Program) -> None:
+    """Creates the DDP model that `hook` needs."""
     program.bare = DistributedDataParallel(_model(), process_group=program.group)  # type: ignore[attr-defined]
 
 
 def _case(seed: int) -> tuple[str, str, str, int, int, float, bool]:
-    """The call, the strategy, the fault, the number of ranks, who, how far in the call's messages, and whether ranks
-    that were told leave at once."""
+    """Draws a case: the call, the strategy, the fault, the number of ranks, the faulty rank, how far in the call's
+    messages the fault comes (0 to 1), and whether ranks exit as soon as they have the error."""
     chosen = random.Random(seed)
     call = list(CALLS)[seed % len(CALLS)]
     how = chosen.choice(CALLS[call][0])
@@ -148,7 +150,7 @@ def _case(seed: int) -> tuple[str, str, str, int, int, float, bool]:
 
 
 class _Fault:
-    """Counts what this rank says; at the given message it is killed, or stands still."""
+    """Counts the messages that this rank sends. At message `at` the rank is killed or stopped."""
 
     def __init__(self, fault: str) -> None:
         self.fault, self.said, self.at = fault, 0, -1
@@ -165,6 +167,7 @@ class _Fault:
         return counted
 
     def strike(self) -> None:
+        """Causes the fault. A stopped rank is killed later."""
         if self.fault == "stall":  # until every other rank has given up
             subprocess.Popen(["sh", "-c", f"sleep {2 * TIMEOUT['stall']}; kill -9 {os.getpid()}"])
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -172,6 +175,7 @@ class _Fault:
 
 
 def _runs(rank: int, world: int, seed: int) -> tuple[str, float]:
+    """Is a rank's body: runs the call until the fault; returns the error and how long the call took."""
     call, how, kind, _, who, far, leaves = _case(seed)
     _, prepare, act, _ = CALLS[call]
     group: Any = dist.new_group(timeout=datetime.timedelta(seconds=60))
@@ -184,7 +188,7 @@ def _runs(rank: int, world: int, seed: int) -> tuple[str, float]:
     if rank == who:
         fault.at = fault.said + 1 + int(far * (fault.said - before))
     dist.barrier()
-    # From here on; what came before may take as long as it does on a busy machine.
+    # The time-out counts from here on; the setup may take long on a busy machine.
     group._get_backend(torch.device("cpu"))._set_default_timeout(datetime.timedelta(seconds=TIMEOUT[kind]))
     message, seconds = "", 0.0
     for _ in range(4):
@@ -213,7 +217,7 @@ def _seeds() -> list[int]:
 
 @pytest.fixture(scope="module")
 def answers_of() -> dict[int, list[Any]]:
-    """By seed. Ranks wait more than they work: several cases at a time."""
+    """By seed: each rank's answer. Ranks mostly wait, so six cases run at a time."""
     seeds, found = _seeds(), {}
     for first in range(0, len(seeds), 6):
         with contextlib.ExitStack() as stack:
@@ -242,10 +246,11 @@ def test_a_lost_rank_is_named_wherever_it_is_lost(seed: int, answers_of: dict[in
         assert seconds < 2 * TIMEOUT[kind] + 5, (case, rank, message)
 
 
-# -- and after it was named
+# -- the calls after the one that raised ---------------------------------------------------------------------------
 
 
 def _dies_between_buckets(rank: int, world: int, strategy: str) -> list[str]:
+    """Rank 1 dies after it has sent one bucket of weights; returns the errors of step, step and backward."""
     shapes = [(4,), (200,), (3,)]
     ones = [torch.ones(s) for s in shapes]
     chosen = policy(bucket_size=1, overlap_grad_reduce=True)
@@ -256,7 +261,7 @@ def _dies_between_buckets(rank: int, world: int, strategy: str) -> list[str]:
         optimizer.step()
         optimizer.zero_grad()
     model(ones).backward()
-    if rank == 1:  # with one bucket of weights sent
+    if rank == 1:  # dies after it has sent one bucket
         engine: Any = parallel_module.reducer_of(model)
         gather = engine.gather
         engine.gather = lambda bucket: os._exit(7) if bucket == 1 else gather(bucket)
@@ -278,7 +283,7 @@ def test_a_rank_that_dies_while_weights_travel_is_a_message_on_the_others(strate
         assert "gradients cannot be reduced any more: weights of bucket" in backward
 
 
-# A store that answers when nobody waits for it any more.
+# A store that takes longer to answer than the inquiry waits.
 INQUIRIES = """
 import atexit, sys, threading, time
 atexit.register(lambda: print(*(t.name for t in threading.enumerate() if "torch_ext" in t.name), file=sys.stderr))

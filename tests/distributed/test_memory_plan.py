@@ -1,4 +1,4 @@
-"""Bytes per rank: what is planned is what is allocated, and what `python -m torch_ext plan` prints and refuses.
+"""The planned bytes per rank must be those that are allocated; and what `python -m torch_ext plan` prints and rejects.
 
 The arithmetic itself is tested in C.
 """
@@ -29,7 +29,7 @@ from torch_ext.parallel.memory_plan import plan_memory
 from torch_ext.parallel.strategies.table import strategies as strategy_names
 from torch_ext.params.local_shard import tensor_of
 
-# -- against what is allocated ------------------------------------------------------------------------------------
+# -- the plan and what is allocated ----------------------------------------------------------------------------------
 
 WORLD = 2
 SHAPES: list[Any] = [(7,), (300, 1000), (512,), (200, 512), (1,), (130, 1000)]
@@ -53,13 +53,13 @@ def _policy(case: dict[str, Any]) -> Any:
 
 
 def _storages(tensors: Iterable[Any]) -> int:
-    """Bytes of the distinct memories in which tensors, or the local ones of DTensors, lie."""
+    """Returns the bytes of the distinct storages of the tensors, or of DTensors' local tensors."""
     storages = [tensor_of(t).untyped_storage() for t in tensors]
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
 def _allocated(rank: int, world: int, strategy: str) -> dict[str, int]:
-    """Bytes after a step under each policy."""
+    """Returns the bytes of parameters, gradients and states after a step, under each policy."""
     found = {}
     for name, case in POLICIES.items():
         chosen = _policy(case)
@@ -93,7 +93,7 @@ EXTRAS: list[dict[str, Any]] = [
 
 
 def _extras_allocated(rank: int, world: int, strategy: str) -> list[list[int]]:
-    """Bytes of averages, and of what a publisher keeps, with each of EXTRAS."""
+    """Returns the bytes of averages and of what a publisher keeps, for each of EXTRAS."""
     found = []
     for extras in EXTRAS:
         chosen = _policy({})
@@ -146,13 +146,13 @@ def test_the_plan_counts_what_is_kept_in_32_bits(word: Any) -> None:
     assert plan.scales == sum(t.nbytes for key, t in tensors if key == "scales")
 
 
-# -- against what is resident -------------------------------------------------------------------------------------
+# -- the plan and what is resident -----------------------------------------------------------------------------------
 
 LAYERS = 32
 
 
 class Layers(torch.nn.Module):
-    """A megabyte of bf16 each."""
+    """Layers of 1 MiB of bf16 each."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -164,18 +164,19 @@ class Layers(torch.nn.Module):
         return x
 
 
-# No masters, and moments in 8 bits: before there are states, the moment in which weights move takes more.
+# No masters and 8-bit moments: then the peak is where weights move into flat buffers, before there are states.
 LEAN = {"main_params_dtype": None, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}
 
 
-# Messages need memory beside the buckets.
+# Compressed messages need memory in addition to the buckets.
 COMPRESSED = {"grad_comm_compression": "on"}
 
-# Buckets travel together: given, for what is measured is not the same on every machine at every moment.
+# Buckets are sent together. The speed is given, because a measured one would vary between runs.
 FAST = {"link_gbps": 8}
 
 
 def _train(layers: int, strategy: str, optimizer_config: Any, ddp_config: Any) -> Any:
+    """Trains four steps; returns the optimizer, whose states must be alive when memory is measured."""
     model: Any = Layers(layers)
     chosen = torch_ext.load_policy(model, override_optimizer_config=optimizer_config, override_ddp_config=ddp_config)
     torch_ext.parallelize(model, chosen, strategy=strategy)
@@ -188,15 +189,14 @@ def _train(layers: int, strategy: str, optimizer_config: Any, ddp_config: Any) -
 
 
 def _resident(rank: int, world: int, strategy: str, *configs: Any) -> int:
-    """The most bytes that a training has resident, beside what was there before.
+    """Returns the largest number of bytes that a training has resident, less what was resident before it.
 
-    Sums take a while, so that as many buckets are under way as may be: whether they are on this machine at this moment
-    is not what is planned.
+    Sums are delayed, so that as many buckets are in flight as is allowed, which is what the plan assumes.
     """
     internals.before_sums(lambda: time.sleep(0.02))
-    threshold = -3  # M_MMAP_THRESHOLD: what is freed is the system's again at once, so that what is left is in use
+    threshold = -3  # M_MMAP_THRESHOLD: freed memory goes back to the system at once, so what is resident is in use
     ctypes.CDLL(None).mallopt(threshold, 1 << 16)
-    _train(2, strategy, *configs)  # starts threads, loads code
+    _train(2, strategy, *configs)  # starts threads and loads code, which must not be counted
     gc.collect()
     before = resident_memory.status("VmRSS")
     resident_memory.reset_peak()
@@ -227,26 +227,27 @@ def test_the_peak_is_planned_within_5_percent(strategy: str, optimizer_config: A
         assert 0.95 * plan.peak <= peak <= 1.05 * plan.peak
 
 
-# -- matrices of Muon's -------------------------------------------------------------------------------------------
+# -- Muon's matrices -------------------------------------------------------------------------------------------------
 
 MATRICES: list[Any] = [(7,), (300, 1000), (512,), (200, 512), (6, 64, 200), (130, 1000), (1000, 64)]
 SPLIT = {"p1": (100, 200)}
-NS_DTYPES = {"fp32": FP32, "bf16": BF16, "8bit": BF16}  # by the word for states
+NS_DTYPES = {"fp32": FP32, "bf16": BF16, "8bit": BF16}  # by the argument `states`
 SMALL = 8192
-"""Bytes of scalars, of tables of ids and of what ranks tell each other of a round."""
+"""Bytes of scalars, of tables of ids, and of what ranks tell each other about a round."""
 
 
 def _muons_measured(
     rank: int, world: int, strategy: str, threads: int, products: dict[str, int]
 ) -> dict[str, tuple[int, int, int]]:
-    """By states: bytes of parameters, gradients and states; that are kept beside them; and at most in a later step."""
-    internals.after_waiting(lambda: time.sleep(0.005))  # until gloo's thread has let go of the message
+    """Returns, by states, three numbers of bytes: of parameters, gradients and states; of what else a first step keeps;
+    and the most that a later step allocates."""
+    internals.after_waiting(lambda: time.sleep(0.005))  # until gloo's thread has released the message
     torch.set_num_threads(threads)
     found = {}
     for states in NS_DTYPES:
         kept, most = [], []
-        for _ in range(3):  # once in a while gloo keeps a message for good
-            model, optimizer = _of_muon(rank, strategy, states)
+        for _ in range(3):  # the minimum counts, since gloo now and then keeps a message for good
+            model, optimizer = _muon_and_model(rank, strategy, states)
             with live_bytes.LiveBytes() as first:
                 optimizer.step()
             model(noise(1, rank, MATRICES, BF16))  # waits for the weights
@@ -261,18 +262,18 @@ def _muons_measured(
     return found
 
 
-def _of_muon(rank: int, strategy: str, states: str) -> Any:
-    """A model and an optimizer with states, before its first step."""
+def _muon_and_model(rank: int, strategy: str, states: str) -> Any:
+    """Returns a model and its Muon with states, before its first step."""
     model: Any = Given(MATRICES, BF16)
-    torch_ext.parallelize(model, _of_states(states), strategy=strategy)
+    torch_ext.parallelize(model, _policy_of_states(states), strategy=strategy)
     options: dict[str, Any] = {"ns": "auto", "ns_dtype": NS_DTYPES[states], "split": SPLIT}
-    optimizer = torch_ext.Muon(model.named_parameters(), policy=_of_states(states), **options)
+    optimizer = torch_ext.Muon(model.named_parameters(), policy=_policy_of_states(states), **options)
     model(noise(1, rank, MATRICES, BF16)).backward()
     optimizer.state_dict()
     return model, optimizer
 
 
-def _of_states(states: str) -> torch_ext.Policy:
+def _policy_of_states(states: str) -> torch_ext.Policy:
     return torch_ext.load_policy(
         BF16, override_optimizer_config={"states": states}, override_ddp_config={"bucket_size": 200_000}
     )
@@ -291,7 +292,7 @@ def test_the_plan_of_matrices_is_what_is_measured(strategy: str, world: int, thr
     plans = {}
     for states, ns_dtype in NS_DTYPES.items():
         muon = MuonOptions(ns="auto", ns_dtype=ns_dtype, split=SPLIT, threads=threads)
-        (plans[states],) = plan_memory(shapes, _of_states(states), world, [strategy], muon=muon)
+        (plans[states],) = plan_memory(shapes, _policy_of_states(states), world, [strategy], muon=muon)
     products = {states: plan.products for states, plan in plans.items()}
     found = ranks.run(world, _muons_measured, strategy, threads, products)
     for states, plan in plans.items():
@@ -301,13 +302,13 @@ def test_the_plan_of_matrices_is_what_is_measured(strategy: str, world: int, thr
         most = max(of_rank[states][2] for of_rank in found)
         assert plan.stepping <= most <= plan.stepping + SMALL, states
         assert (plan.stepping > 0) == (world > 1)
-        (by_adamw,) = plan_memory(shapes, _of_states(states), world, [strategy])
+        (by_adamw,) = plan_memory(shapes, _policy_of_states(states), world, [strategy])
         assert plan.moments < by_adamw.moments
         assert plan.peak == max(plan.total + max(plan.transient, plan.stepping), plan.peak)
 
 
 def test_matrices_that_are_refused() -> None:
-    policy = _of_states("bf16")
+    policy = _policy_of_states("bf16")
     with pytest.raises(ValueError, match="no parameter is a matrix of Muon's: shapes are needed"):
         plan_memory([1000, 7], policy, 1, muon=MuonOptions())
     shapes = {"p": torch.empty(30, 20, dtype=BF16, device="meta")}
@@ -319,11 +320,11 @@ def test_matrices_that_are_refused() -> None:
         plan_memory(shapes, policy, 1, muon=MuonOptions(ns="cubic"))
 
 
-# -- models -------------------------------------------------------------------------------------------------------
+# -- units and frozen parameters -------------------------------------------------------------------------------------
 
 
 class Blocks(torch.nn.Module):
-    """Two blocks in a list, each with a list of its own, and an embedding that the head shares."""
+    """Two blocks in a list, each a list itself, and an embedding that shares its weight with the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -386,7 +387,7 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def rows(text: str) -> dict[str, list[float]]:
-    """Strategy -> the figures of its row."""
+    """Returns the numbers in each strategy's row."""
     found = (re.match(r"(\w+)((?: +[\d.]+){8,10})$", line) for line in text.splitlines())
     return {row[1]: [float(x) for x in row[2].split()] for row in found if row}
 
@@ -435,7 +436,7 @@ def test_plan_counts_muons_matrices(
     adamw, muon = plan(capsys, *size), plan(capsys, *size, "--muon", "--ns-dtype", "bfloat16")
     assert re.search(r"scales, steps +products +total +transient +stepping +peak", muon) and "products" not in adamw
     whole, cut = rows(muon)["no_shard"], rows(muon)["optim"]
-    mib = 1024 * 1024 / 2**20  # elements of a matrix
+    mib = 1024 * 1024 / 2**20  # 2^20 elements of a matrix
     assert whole[3] == pytest.approx(rows(adamw)["no_shard"][3] / 2, abs=0.02), "one moment"
     assert cut[5] == pytest.approx(5 * 2 * mib, abs=0.02), "the largest matrix, and four squares"
     assert whole[5] == pytest.approx(threads * 5 * 2 * mib, abs=0.02), "of each that is multiplied at a time"
@@ -448,8 +449,8 @@ def test_plan_counts_muons_matrices(
 def test_plan_counts_slots(capsys: pytest.CaptureFixture[str]) -> None:
     size = ["--params", "64e6", "--world-size", "4", "--strategy", "optim", "--override", "bucket_size=250000"]
     of_buckets, of_slots = plan(capsys, *size), plan(capsys, *size, "--slots")
-    # MiB; 256 buckets of 250000 elements and some padding: four at a time, of which 3/4 are received, or two slots; a
-    # gradient.
+    # In MiB: 256 buckets of 250000 elements and some padding. Four are in flight, of which 3/4 are received, or there
+    # are two slots; and one gradient.
     assert rows(of_buckets)["optim"][6] == pytest.approx((4 * 3 / 4 + 1) * 5e5 / 2**20, abs=0.01)
     assert rows(of_slots)["optim"][6] == pytest.approx((2 * 2**19 + 5e5) / 2**20, abs=0.01)
     assert "two slots of each size that buckets have" in of_slots and "two slots" not in of_buckets

@@ -1,8 +1,9 @@
-"""Muon under every strategy: each matrix is orthogonalised by one rank of the world, and weights and states have the
-bits of one process."""
+"""Muon under every strategy: each matrix must be orthogonalised by one rank of the world only, and weights and states
+must have the bits of one process."""
 
 import contextlib
 import pathlib
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ SHAPES: list[Any] = [(48, 16), (16, 32), (24, 24), (3, 8, 12), (7,)]
 
 
 def _programs(rank: int, world: int, seeds: list[int], strategies: tuple[str | None, ...]) -> dict[Any, Any]:
+    """Returns, by seed and strategy, the bits after three steps and the number of operations of this rank."""
     found: dict[Any, Any] = {}
     for seed in seeds:
         program = Program.of(seed)
@@ -40,7 +42,7 @@ def _programs(rank: int, world: int, seeds: list[int], strategies: tuple[str | N
 
 @pytest.fixture(scope="module")
 def alone() -> dict[Any, Any]:
-    """By seed: the bits of one process, and its operations."""
+    """By seed: the bits of one process, and its number of operations."""
     return {seed: found for (seed, _), found in ranks.run(1, _programs, list(range(9)), (None,))[0].items()}
 
 
@@ -56,14 +58,15 @@ def test_random_programs_have_the_bits_of_one_process(world: int, seeds: list[in
         assert sum(made) == operations > 0, "each matrix once in the world"
 
 
-# -- one world of each strategy ----------------------------------------------------------------------------------------
+# -- one world for each strategy, in which all bodies run ------------------------------------------------------------
 
 
 def _local(model: Any) -> dict[str, list[bytes]]:
+    """Returns the bits of this rank's weights or shards, by name."""
     return {name: bits([p.to_local() if hasattr(p, "to_local") else p]) for name, p in model.named_parameters()}
 
 
-def _made(strategy: str, dtype: torch.dtype = FP32, backward: bool = False, **options: Any) -> tuple[Any, Any]:
+def _build(strategy: str, dtype: torch.dtype = FP32, backward: bool = False, **options: Any) -> tuple[Any, Any]:
     model: Any = Given(SHAPES, dtype)
     policy = torch_ext.load_policy(model, override_ddp_config={"step_in_backward": backward})
     torch_ext.parallelize(model, policy, strategy=strategy)
@@ -75,7 +78,7 @@ def _ones(dtype: torch.dtype = FP32) -> list[torch.Tensor]:
 
 
 def _bytes(rank: int, strategy: str) -> int:
-    """That this rank sends for its matrices in one step."""
+    """Returns the bytes that this rank sends for its matrices in one step."""
     sent: list[int] = []
     theirs = dist.all_to_all_single
 
@@ -83,7 +86,7 @@ def _bytes(rank: int, strategy: str) -> int:
         sent.append(sum(n for to, n in enumerate(of_given) if to != rank) * given.element_size())
         return theirs(into, given, of_into, of_given, **options)
 
-    model, optimizer = _made(strategy, BF16)
+    model, optimizer = _build(strategy, BF16)
     model(_ones(BF16)).backward()
     dist.all_to_all_single = counting  # type: ignore[assignment]
     optimizer.step()
@@ -92,14 +95,15 @@ def _bytes(rank: int, strategy: str) -> int:
 
 
 def _measured(rank: int, strategy: str) -> str:
-    model, optimizer = _made(strategy, ns_dtype=None)
+    """Returns the dtype of products that is chosen by measuring."""
+    model, optimizer = _build(strategy, ns_dtype=None)
     model(_ones()).backward()
     optimizer.step()
     return optimizer.param_groups[0]["ns_dtype"]
 
 
 def _refused(model: Any, optimizer: Any, gradients: list[torch.Tensor], keeps: str | None = None) -> str:
-    """The message of a step that changes nothing; keeps: of that parameter."""
+    """Returns the error of a step that must not change this rank's weights, or only not the parameter `keeps`."""
     before = _local(model)
     try:
         model(gradients).backward()
@@ -112,37 +116,41 @@ def _refused(model: Any, optimizer: Any, gradients: list[torch.Tensor], keeps: s
 
 
 def _differing(rank: int, strategy: str) -> str:
-    return _refused(*_made(strategy, split={"p0": 2} if rank else None), _ones())
+    """The ranks have different plans."""
+    return _refused(*_build(strategy, split={"p0": 2} if rank else None), _ones())
 
 
 def _nonfinite(rank: int, strategy: str) -> str:
+    """A gradient has NaN."""
     gradients = _ones()
     gradients[1][0, 0] = torch.nan
-    return _refused(*_made(strategy), gradients)
+    return _refused(*_build(strategy), gradients)
 
 
 def _products(rank: int, strategy: str) -> str:
+    """The products of p1 become NaN."""
+
     def breaks(task: Any) -> None:
         if task.x.shape == SHAPES[1]:
             task.x.fill_(torch.nan)
 
     with before_products(breaks):
-        return _refused(*_made(strategy), _ones(), keeps="p1")
+        return _refused(*_build(strategy), _ones(), keeps="p1")
 
 
 def _expert(rank: int, strategy: str) -> str:
-    """Products of some matrices of a stack are not finite: no rank steps any of it."""
+    """The products of some matrices of a stack become NaN: no rank may step any matrix of it."""
 
     def breaks(task: Any) -> None:
         if rank == 0 and task.x.shape == (8, 12):
             task.x.fill_(torch.nan)
 
     with before_products(breaks):
-        return _refused(*_made(strategy), _ones(), keeps="p3")
+        return _refused(*_build(strategy), _ones(), keeps="p3")
 
 
 def _goes_on(rank: int, strategy: str) -> tuple[list[bytes], list[bytes]]:
-    """The weights as forwards see them after a step in which products were not finite, and after the next one."""
+    """Returns the weights as forwards see them: after a step in which products were NaN, and after the next one."""
 
     def breaks(task: Any) -> None:
         if task.x.shape == SHAPES[1]:
@@ -151,7 +159,7 @@ def _goes_on(rank: int, strategy: str) -> tuple[list[bytes], list[bytes]]:
     def whole() -> list[bytes]:
         return bits([p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters()])
 
-    model, optimizer = _made(strategy)
+    model, optimizer = _build(strategy)
     model(_ones()).backward()
     with before_products(breaks), pytest.raises(RuntimeError, match="p1"):
         optimizer.step()
@@ -163,18 +171,35 @@ def _goes_on(rank: int, strategy: str) -> tuple[list[bytes], list[bytes]]:
 
 
 def _no_memory(rank: int, strategy: str) -> str:
-    """The owner of a matrix raises; the others do not wait for it."""
+    """The owner of a matrix raises. The other ranks must not wait for it."""
 
     def breaks(task: Any) -> None:
         if task.x.shape == SHAPES[1]:
             raise RuntimeError("no memory is left")
 
     with before_products(breaks):
-        return _refused(*_made(strategy), _ones(), keeps="p1")
+        return _refused(*_build(strategy), _ones(), keeps="p1")
+
+
+def _two_reasons(rank: int, strategy: str) -> dict[str, str]:
+    """For pairs of matrices: in one step the products of the first are not finite, and the owner of the second raises.
+    Returns the message by "first second"."""
+
+    def broken(first: int, second: int) -> str:
+        def breaks(task: Any) -> None:
+            if task.x.shape == SHAPES[first]:
+                task.x.fill_(torch.nan)
+            elif task.x.shape == SHAPES[second]:
+                raise RuntimeError("no memory is left")
+
+        with before_products(breaks):
+            return _refused(*_made(strategy), _ones(), keeps=f"p{first}")
+
+    return {f"p{first} p{second}": broken(first, second) for first, second in combinations(range(3), 2)}
 
 
 def _same_shapes(rank: int, strategy: str) -> str:
-    """Each rank gives another one of two equal matrices to AdamW."""
+    """Of two matrices with equal shapes, each rank gives another one to AdamW."""
     model: Any = Given([(16, 16), (16, 16)], FP32)
     torch_ext.parallelize(model, torch_ext.load_policy(model), strategy=strategy)
     optimizer = torch_ext.Muon(model.named_parameters(), ns_dtype=FP32, adamw_params=f"p{rank}")
@@ -182,24 +207,25 @@ def _same_shapes(rank: int, strategy: str) -> str:
 
 
 def _in_backward(rank: int, strategy: str) -> str:
+    """With step_in_backward, which Muon does not support."""
     if strategy not in ("optim", "optim_grads"):
         return ""
-    model, optimizer = _made(strategy, backward=True)
-    model(_ones()).backward()  # the first backward makes states, the second would step
+    model, optimizer = _build(strategy, backward=True)
+    model(_ones()).backward()  # the first backward creates states; the second would step
     optimizer.step()
     optimizer.zero_grad()
     return _refused(model, optimizer, _ones())
 
 
 def _followed(rank: int, strategy: str) -> list[Any]:
-    """What a measured step says in which products of one matrix were not finite, and what the next one says then; an
-    engine that follows both as one version."""
+    """Measures health in steps in which one matrix's products are NaN, and in the steps after these; an engine must
+    follow each such pair of steps as one version. Returns the element counts of every measurement."""
 
     def breaks(task: Any) -> None:
         if task.x.shape == SHAPES[1]:
             task.x.fill_(torch.nan)
 
-    model, optimizer = _made(strategy, BF16, lr=1e-3)
+    model, optimizer = _build(strategy, BF16, lr=1e-3)
     publisher = torch_ext.WeightPublisher(model, optimizer)
     engine = {name: p.detach().clone() for name, p in Given(SHAPES, BF16).named_parameters()}
     subscriber, measured = torch_ext.WeightSubscriber(engine), []
@@ -220,7 +246,7 @@ def _followed(rank: int, strategy: str) -> list[Any]:
 
 _BODIES = (
     *(_bytes, _measured, _differing, _same_shapes, _nonfinite, _products, _expert, _goes_on, _no_memory),
-    *(_in_backward, _followed),
+    *(_two_reasons, _in_backward, _followed),
 )
 
 
@@ -230,7 +256,7 @@ def _all_bodies(rank: int, world: int, strategy: str) -> list[Any]:
 
 @pytest.fixture(scope="module", params=STRATEGIES)
 def answers(request: pytest.FixtureRequest) -> tuple[str, dict[Any, list[Any]]]:
-    """The strategy, and by body what the ranks answered."""
+    """The strategy, and by body what each rank returned."""
     found = ranks.run(2, _all_bodies, request.param)
     return request.param, dict(zip(_BODIES, zip(*found, strict=True), strict=True))
 
@@ -261,6 +287,16 @@ def test_a_gradient_that_is_not_finite_is_named_on_every_rank(answers: Any) -> N
 def test_products_that_are_not_finite_are_named_on_every_rank(answers: Any) -> None:
     for message in answers[1][_products]:
         assert "p1" in message and "products of its Newton-Schulz iteration are not finite" in message
+
+
+def test_each_failure_is_reported_with_its_own_reason(answers: Any) -> None:
+    """The rank that raised reports its own error; the others the first parameter that failed, with why that one did."""
+    by_rank = answers[1][_two_reasons]
+    for pair in by_rank[0]:
+        not_finite, raised = pair.split()
+        own, other = sorted((messages[pair] for messages in by_rank), key=lambda m: "no memory is left" not in m)
+        assert raised in own and "no memory is left" in own
+        assert not_finite in other and "products of its Newton-Schulz iteration are not finite" in other
 
 
 def test_training_goes_on_with_the_same_weights_everywhere_where_products_were_not_finite(answers: Any) -> None:
@@ -297,6 +333,7 @@ def test_stepping_in_backward_is_refused(answers: Any) -> None:
 
 
 def _cut_otherwise(rank: int, world: int) -> list[str]:
+    """Steps a DTensor that is cut by columns, and one that is replicated. Returns the errors."""
     mesh, found = init_device_mesh("cpu", (world,)), []
     for placement in (Shard(1), Replicate()):
         p = torch.nn.Parameter(distribute_tensor(torch.ones(8, 6), mesh, [placement]))
@@ -317,7 +354,7 @@ def test_dtensors_that_are_cut_otherwise_are_named() -> None:
 
 
 def _replicated_shards(rank: int, world: int) -> tuple[dict[str, Any], int]:
-    """Two replicas of two shards."""
+    """Trains under HSDP: two replicas of two shards. Returns the bits and the number of operations."""
     torch.set_num_threads(1)
     model: Any = Given(SHAPES, BF16)
     with torch.no_grad():
@@ -355,6 +392,7 @@ SAVED = Program.of(0)._replace(
 
 
 def _saves(rank: int, world: int, strategy: str, folder: str) -> None:
+    """Trains two steps and saves: through DCP, and the whole state from rank 0."""
     model, optimizer = SAVED.made(strategy)
     SAVED.trained(model, optimizer, range(2))
     state, optimizer_state = get_state_dict(model, optimizer)
@@ -366,7 +404,7 @@ def _saves(rank: int, world: int, strategy: str, folder: str) -> None:
 
 
 def _loads(rank: int, world: int, strategy: str | None, folder: str | None) -> list[Any]:
-    """What two more steps make of it; folder: None: of four steps."""
+    """Returns the bits after two more steps from each save. folder None: after four steps without a save."""
     torch.set_num_threads(1)
     model, optimizer = SAVED.made(strategy)
     if folder is None:
@@ -376,7 +414,7 @@ def _loads(rank: int, world: int, strategy: str | None, folder: str | None) -> l
     dcp.load(checkpoint, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=checkpoint["optimizer"])
     found = [SAVED.trained(model, optimizer, range(2, 4))]
-    if strategy != "optim_grads_params":  # into which torch loads whole weights by another function
+    if strategy != "optim_grads_params":  # FSDP2 models need another function to load whole weights
         saved = torch.load(f"{folder}/whole.pt", weights_only=True)
         model, optimizer = SAVED.made(strategy)
         model.load_state_dict(saved["model"])
@@ -396,6 +434,7 @@ def test_what_one_world_saved_others_go_on_with(tmp_path: pathlib.Path) -> None:
 
 
 def _from_torchs(rank: int, world: int, strategy: str) -> bool:
+    """Loads torch.optim.Muon's state, and gives it back; the momentum must keep its bits."""
     shapes = [shape for shape in SAVED.shapes if len(shape) == 2]
     program = SAVED._replace(shapes=shapes, dtype=FP32, options={"ns_dtype": FP32})
     model, optimizer = program.made(strategy)

@@ -1,5 +1,5 @@
 """transport="nccl" over a pretended libnccl.so.2 (tests/core/fake_nccl.cc) and a pretended device (happens_before.py):
-the engine through a communicator of its own, what ranks say that parted, and what is found and refused."""
+a training through a communicator of our own, ranks whose operations differ, the watchdog, errors."""
 
 import contextlib
 import ctypes
@@ -35,7 +35,7 @@ VARIANTS = {"newest": [], "plain": ["-DFAKE_NCCL_VERSION=22105"], "old": ["-DFAK
 
 
 def _loaded() -> bool:
-    """Whether torch has loaded an NCCL, as its builds for CUDA do: it comes before one that pretends."""
+    """Whether torch has loaded a real NCCL, as its builds for CUDA do: that one would then be used."""
     try:
         ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD)
     except OSError:
@@ -44,7 +44,7 @@ def _loaded() -> bool:
 
 
 def _built(folder: pathlib.Path, *variants: str) -> dict[str, str]:
-    """The path of each variant."""
+    """Builds the pretended libraries; returns the path of each variant."""
     if _loaded():
         pytest.skip("this torch has loaded its own NCCL, which would be used; a torch for CPUs is needed")
     compiler = shutil.which("g++") or shutil.which("c++")
@@ -59,13 +59,13 @@ def _built(folder: pathlib.Path, *variants: str) -> dict[str, str]:
 
 
 def _use(path: str) -> None:
-    """For the rest of the process."""
+    """Makes torch_ext use this library for the rest of the process."""
     os.environ[nccl.PATH_VARIABLE] = path
     nccl.find.cache_clear()
 
 
 def _note_accesses(streams: FakeStreams, patch: pytest.MonkeyPatch) -> None:
-    """NCCL reads and writes behind torch's back: what it is given is noted for the stream that it is given to."""
+    """Records what NCCL reads and writes, which torch's dispatcher does not see, for the stream it is issued to."""
     transport = nccl_transport.NcclTransport
     given: list[Any] = []
     plain = {kind: getattr(transport, kind) for kind in ("all_to_all", "all_gather", "_issue")}
@@ -99,11 +99,15 @@ def fakes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def _pretend_streams(patch: pytest.MonkeyPatch, streams_of: Callable[[torch.device], Any]) -> None:
+    """Makes communicators use these streams."""
     for module in (communicator, factory):
         patch.setattr(module, "streams_of", streams_of)
 
 
-def _through(rank: int, world: int, path: str, strategy: str, breaks: bool = False) -> list[str]:
+def _trains_through_nccl(rank: int, world: int, path: str, strategy: str, breaks: bool = False) -> list[str]:
+    """Trains through the pretended NCCL; the weights must have gloo's bits. Returns the races.
+
+    breaks: removes the waits for NCCL, so that there must be races."""
     _use(path)
     over, streams = factory.make_communicator, FakeStreams()
     made: list[Any] = []
@@ -126,16 +130,16 @@ def _through(rank: int, world: int, path: str, strategy: str, breaks: bool = Fal
 @pytest.mark.parametrize("strategy", [*strategies.STRATEGIES, "ddp hook"])
 def test_a_training_through_it_has_the_bits_of_gloo(fakes: dict[str, str], strategy: str) -> None:
     variant = "newest" if strategy != "optim" else "plain"
-    assert ranks.run(1, _through, fakes[variant], strategy, limit=80.0) == [[]]
+    assert ranks.run(1, _trains_through_nccl, fakes[variant], strategy, limit=80.0) == [[]]
 
 
 def test_a_sum_that_does_not_wait_for_nccl_is_noticed(fakes: dict[str, str]) -> None:
-    (races,) = ranks.run(1, _through, fakes["newest"], "optim", True, limit=80.0)
+    (races,) = ranks.run(1, _trains_through_nccl, fakes["newest"], "optim", True, limit=80.0)
     assert any("does not follow gradients of cycle" in race for race in races), races[:3]
 
 
 def _parted(rank: int, world: int, path: str) -> str:
-    """Each rank's communicator has itself alone, which says the same of what it issues."""
+    """Each rank's communicator has this rank only, and hashes its operations as usual. Returns the error."""
     _use(path)
     made = nccl.Comm
     patch = pytest.MonkeyPatch()
@@ -164,11 +168,14 @@ def test_ranks_that_parted_are_told_where_with_both_hashes(fakes: dict[str, str]
 
 
 class _Hanging(FakeStreams):
+    """Streams on which no event ever completes."""
+
     def query(self, event: Any) -> bool:
         return False
 
 
 def _watched(rank: int, world: int, path: str) -> None:
+    """Polls a watchdog before and after its time-out, with operations that end and with ones that do not."""
     _use(path)
     for streams, now, ends in ((FakeStreams(), 1e9, False), (_Hanging(), 6.0, False), (_Hanging(), 8.0, True)):
         comm = nccl.Comm(nccl.unique_id(), 0, 1, 5.0)
@@ -189,7 +196,7 @@ def test_what_does_not_end_is_aborted_by_name(fakes: dict[str, str]) -> None:
 
 
 class _Blind(FakeStreams):
-    """Events cannot be asked for, so often; notes which thread was relaxed."""
+    """Streams whose events cannot be queried for the first `times` times. Records which thread is allowed to query."""
 
     def __init__(self, times: int) -> None:
         super().__init__()
@@ -211,7 +218,7 @@ class _Blind(FakeStreams):
 
 
 def _blind(rank: int, world: int, path: str) -> tuple[str, list[str]]:
-    """What one that never sees anything says, and what the others end with."""
+    """Returns the error for an event that can never be queried, and what both watchdogs end with."""
     _use(path)
     said = []
     patch = pytest.MonkeyPatch()
@@ -219,7 +226,7 @@ def _blind(rank: int, world: int, path: str) -> tuple[str, list[str]]:
     for times in (3, 10**9):
         comm, streams = nccl.Comm(nccl.unique_id(), 0, 1, 5.0), _Blind(times)
         dog = nccl_transport.Watchdog(streams, comm, 0.2)
-        begin = time.monotonic() + (3600.0 if times == 3 else 0.0)  # the first is in no hurry
+        begin = time.monotonic() + (3600.0 if times == 3 else 0.0)  # the first one must not time out
         dog.watch(nccl_transport._Issued(streams, streams.event(), "all-to-all of bucket 3", begin))
         dog.start()
         deadline = time.monotonic() + 20.0
@@ -244,11 +251,14 @@ def test_an_event_that_cannot_be_asked_for_is_asked_for_again(fakes: dict[str, s
 
 
 class _Broken(FakeStreams):
+    """Streams whose events raise when they are queried."""
+
     def query(self, event: Any) -> bool:
         raise MemoryError("none left")
 
 
 def _failed(rank: int, world: int, path: str) -> str:
+    """Returns the error after a watchdog's own thread has failed."""
     _use(path)
     pytest.MonkeyPatch().setattr(nccl_transport.Watchdog, "PERIOD", 0.01)
     comm, streams = nccl.Comm(nccl.unique_id(), 0, 1, 5.0), _Broken()
@@ -270,6 +280,7 @@ def test_a_watchdog_that_fails_says_so(fakes: dict[str, str]) -> None:
 
 
 def _captured(rank: int, world: int, path: str) -> list[int]:
+    """Returns how many operations the watchdog watches: after one, and after another that is captured."""
     _use(path)
     patch = pytest.MonkeyPatch()
     _pretend_streams(patch, lambda device: _Hanging())
@@ -288,6 +299,7 @@ def test_nobody_waits_for_what_is_captured(fakes: dict[str, str]) -> None:
 
 
 def _as_long_as_the_group(rank: int, world: int, path: str) -> tuple[float, str]:
+    """Returns the time-out that the communicator got from a process group of 33 s, and the watchdog's error."""
     _use(path)
     made, waits = nccl.Comm, []
     patch = pytest.MonkeyPatch()
@@ -312,6 +324,7 @@ def test_a_communicator_waits_as_long_as_its_process_group(fakes: dict[str, str]
 
 
 def _timeouts(rank: int, world: int) -> None:
+    """Checks the time-outs of several groups, and of the group for messages between hosts."""
     cpu = torch.device("cpu")
     short = dist.new_group(timeout=datetime.timedelta(seconds=3))
     assert [process_group.timeout_of(g, cpu) for g in (dist.group.WORLD, short)] == [20.0, 3.0]
@@ -329,6 +342,7 @@ def test_a_process_group_says_how_long_it_waits() -> None:
 
 
 def _refused(rank: int, world: int) -> list[str]:
+    """Returns the errors for transports that are not legal on a CPU."""
     said = []
     for transport in ("nccl", "mpi", "nccl" if rank == 0 else "torch"):
         with pytest.raises((ValueError, RuntimeError)) as error:
@@ -348,7 +362,7 @@ def test_a_transport_that_is_not_legal_here_is_refused_on_every_rank() -> None:
 
 
 class _On:
-    """A tensor as far as its device goes."""
+    """Has a device like a tensor, and nothing else."""
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
@@ -399,14 +413,15 @@ def test_info_says_what_was_found_or_why_nothing(fakes: dict[str, str], variant:
 # -- all-gathers with a communicator of their own (create_all_gather_group) --------------------------------------------
 
 
-def _apart(patch: pytest.MonkeyPatch, transport: str) -> None:
-    """Whoever makes a communicator makes it so; `streamed.trained` has a policy of its own."""
+def _gathers_apart(patch: pytest.MonkeyPatch, transport: str) -> None:
+    """Makes every communicator have a second one for all-gathers; `streamed.trained` has a policy without it."""
     over = factory.make_communicator
     for module in (parallelize, ddp_connection):
         patch.setattr(module, "make_communicator", lambda group, device, *_: over(group, device, transport, True))
 
 
 def _trained(rank: int, world: int, transport: str, path: str, strategy: str) -> dict[str, Any]:
+    """Trains with separate communicators; the weights must have gloo's bits. Returns the races, by dtypes."""
     _use(path)
     found: dict[str, Any] = {}
     streams = FakeStreams()
@@ -414,7 +429,7 @@ def _trained(rank: int, world: int, transport: str, path: str, strategy: str) ->
         expected = streamed.trained(rank, strategy, dtypes)
         with pytest.MonkeyPatch.context() as patch, happens_before.pretended(streams):
             _note_accesses(streams, patch)
-            _apart(patch, transport)
+            _gathers_apart(patch, transport)
             assert streamed.trained(rank, strategy, dtypes) == expected, name
         found[name] = streams.races
         if transport == "torch":
@@ -435,7 +450,7 @@ def test_a_training_over_two_communicators_has_the_bits_of_gloo(fakes: dict[str,
 
 
 def _order(rank: int, world: int, path: str, transport: str) -> list[bool]:
-    """Whether a gather that is started after a reduction follows it: without and with a communicator of its own."""
+    """Returns whether a gather that is started after a reduction waits for it: without and with an own communicator."""
     _use(path)
     found = []
     for apart in (False, True):
@@ -465,7 +480,7 @@ def test_a_gather_does_not_follow_a_reduction_that_was_started_before_it(fakes: 
 
 
 def _without(rank: int, world: int, path: str) -> list[str]:
-    """Gathers that do not follow the step that wrote their weights."""
+    """Removes the gathers' waits for the step that wrote their weights; returns the races."""
     _use(path)
     streams = FakeStreams()
     wait = FakeStreams.wait
@@ -485,7 +500,7 @@ def _without(rank: int, world: int, path: str) -> list[str]:
         patch.setattr(nccl_transport.NcclTransport, "_issue", issued)
         _note_accesses(streams, patch)
         patch.setattr(FakeStreams, "wait", deaf)
-        _apart(patch, "nccl")
+        _gathers_apart(patch, "nccl")
         streamed.trained(rank, "optim", streamed.DTYPES["fp32"])
     return streams.races
 
@@ -501,7 +516,7 @@ def _transport(streams: FakeStreams) -> Any:
 
 
 def _hangs(rank: int, world: int, path: str) -> list[str]:
-    """A gather that does not end is aborted with its label, and reductions are refused from then on."""
+    """A gather that does not complete must be aborted, and reductions must then be rejected with its label."""
     _use(path)
     transport, said = _transport(_Hanging()), []
     whole, into = torch.zeros(256, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)
@@ -525,14 +540,14 @@ def test_a_gather_that_hangs_takes_the_reductions_with_it(fakes: dict[str, str])
 
 
 def _second_refused(rank: int, world: int, path: str) -> str:
-    """NCCL makes the first communicator and refuses the second."""
+    """NCCL creates the first communicator and rejects the second. Returns the error."""
     _use(path)
     made = nccl.unique_id
     ids = iter(range(2))
     patch = pytest.MonkeyPatch()
     patch.setattr(nccl, "unique_id", lambda: (next(ids), made())[1])
     pretended = ctypes.CDLL(path)
-    number = int(made()[3:].rstrip(b"\0")) + 2  # the second of the two ids to come
+    number = int(made()[3:].rstrip(b"\0")) + 2  # the id of the second communicator
     pretended.fake_nccl_init_error(2)
     pretended.fake_nccl_errors_of(number)
     whole = torch.zeros(256, dtype=torch.uint8)
@@ -550,6 +565,7 @@ def test_a_second_communicator_that_is_refused_is_an_error_and_leaves_nothing(fa
 
 
 def test_a_process_ends_with_both_still_there(fakes: dict[str, str], tmp_path: pathlib.Path) -> None:
+    """A failure means that the process crashes or prints errors at exit, with both communicators open."""
     code = """
 import sys, torch, torch.distributed as dist
 import test_nccl
@@ -572,7 +588,7 @@ if sys.argv[3] == "destroyed":
 
 
 def _groups(rank: int, world: int) -> None:
-    """One for each group, between its ranks, with its timeout; what another asks for is the same."""
+    """A group has one gather group, with its ranks and its time-out; a second request returns the same."""
     halves = [dist.new_group([0, 2], datetime.timedelta(seconds=33)), dist.new_group([1, 3])]
     mine = halves[rank % 2]
     made = gather_group.gather_group_of(mine, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""parallelize with no_shard: the life of a gradient (E3), one reduction per cycle (E5), the scale (E6), sync (E8)."""
+"""parallelize with no_shard: a gradient's life (E3), one reduction per cycle (E5), the scale (E6), no_sync (E8)."""
 
 import time
 from typing import Any
@@ -25,6 +25,7 @@ DTYPES = [
 
 
 def _two_microbatches(rank: int, world: int, dtypes: Any, factor: float | None, how: str) -> dict[str, Any]:
+    """Runs two micro-batches in one of several ways; returns `.grad` between and after them."""
     model = Given([4], dtypes[0])
     torch_ext.parallelize(model, policy(*dtypes), gradient_divide_factor=factor)
     a, b = torch.tensor(A[rank]), torch.tensor(B[rank])
@@ -93,6 +94,7 @@ def test_e6_the_scale_is_fp32() -> None:
 
 
 def _nested(rank: int, world: int) -> list[list[float]]:
+    """Returns the gradient after backwards in nested no_sync and sync contexts."""
     model = Given([1], FP32)
     torch_ext.parallelize(model, policy())
     mine = torch.tensor([2.0 if rank else 4.0])
@@ -134,15 +136,16 @@ def test_e8_no_sync_and_sync_nest_and_restore() -> None:
 
 
 def _graph_kept(rank: int, world: int) -> list[list[float]]:
+    """Gradients leave the flat buffer: by create_graph=True, and because the user replaces `.grad`."""
     model = Given([2], BF16)
     torch_ext.parallelize(model, policy(BF16, FP32, BF16))
     seen = []
     with model.no_sync():
         loss = model([torch.tensor([1.0, 2.0]) * (rank + 1)])
-        loss.backward(create_graph=True)  # accumulates out of place
+        loss.backward(create_graph=True)  # autograd then accumulates out of place, into a tensor outside of the buffer
         seen.append(model.p0.grad.requires_grad)
         loss.backward(create_graph=True)
-        model.p0.grad = model.p0.grad + 1.0  # somebody's own tensor is the gradient
+        model.p0.grad = model.p0.grad + 1.0  # the user's own tensor becomes the gradient
     loss.backward()
     seen.append(model.p0.grad.tolist())
     return seen
@@ -153,6 +156,7 @@ def test_e3_a_gradient_that_left_the_buffer_comes_back() -> None:
 
 
 def _other_shapes(rank: int, world: int) -> None:
+    """Trains tied, frozen, empty, scalar and transposed parameters."""
     weight = torch.randn(4, 6).t()  # not contiguous
     model = torch.nn.Module()
     model.w = torch.nn.Parameter(weight)
@@ -168,7 +172,7 @@ def _other_shapes(rank: int, world: int) -> None:
 
 
 def _converted(rank: int, world: int) -> None:
-    """Of a convolution, whose gradients model.to() lays out anew, in the middle of accumulation."""
+    """Converts a convolution to channels_last between two backwards, which moves its gradients out of the buffer."""
     models = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -212,7 +216,7 @@ def test_f5_a_parameter_frozen_later_is_not_waited_for() -> None:
 
 
 def _overlaps(rank: int, world: int, overlap: bool) -> bool:
-    """Whether the sum of the bucket that left first is there while backward is still busy with the last parameter."""
+    """Returns whether the first bucket's sum is there while backward is still busy with the last parameter."""
     model = Given([300, 300, 300])
     torch_ext.parallelize(model, policy(FP32, FP32, BF16, bucket_size=300, overlap_grad_reduce=overlap))
     seen = []
@@ -223,7 +227,7 @@ def _overlaps(rank: int, world: int, overlap: bool) -> bool:
             time.sleep(0.001)
         seen.append(model.p2.grad.unique().tolist())
 
-    model([torch.ones(300)] * 3).backward()  # the order is learnt
+    model([torch.ones(300)] * 3).backward()  # records the order of the gradients
     model.zero_grad()
     model.p0.register_hook(busy)
     model([torch.full((300,), 1.0 + rank)] * 3).backward()
@@ -246,12 +250,12 @@ def _bytes_on_the_wire(rank: int, world: int) -> int:
 def test_wire_bytes_counts_what_was_sent() -> None:
     padded = 10240  # 10000 to a multiple of 2 * 128
     for sent in ranks.run(2, _bytes_on_the_wire):
-        # Half of the bucket out as parts, half as the sum, in bf16; then the report: 16 bytes and one per parameter.
+        # In bf16: half of the bucket as parts, half as the sum. Then the report: 16 bytes and one per parameter.
         assert sent == padded * 2 + 17
 
 
 def _with_the_step(rank: int, world: int, strategy: str) -> list[int]:
-    """After a backward, the step that follows it, another backward and its step."""
+    """Returns the wire bytes after a backward, its step, another backward and its step."""
     model = Given([10000], FP32)
     torch_ext.parallelize(model, policy(FP32, FP32, BF16), strategy=strategy)
     optimizer = torch_ext.AdamW(model.parameters())
@@ -268,8 +272,8 @@ def _with_the_step(rank: int, world: int, strategy: str) -> list[int]:
 @pytest.mark.parametrize(
     ("strategy", "reduced", "gathered"),
     [
-        ("no_shard", 10240 * 2, 0),  # parts and sums in bf16
-        ("optim", 10240, 10240 * 2),  # parts in bf16; then half of the weights in fp32
+        ("no_shard", 10240 * 2, 0),  # parts and sums, in bf16
+        ("optim", 10240, 10240 * 2),  # parts in bf16, then half of the weights in fp32
         ("optim_grads", 10240, 10240 * 2),
     ],
 )
@@ -279,7 +283,8 @@ def test_wire_bytes_counts_the_weights_that_a_step_gathers(strategy: str, reduce
 
 
 def _one_thread_many_steps(rank: int, world: int) -> list[bytes]:
-    torch.manual_seed(rank)  # rank 0's weights count
+    """Trains 20 steps and returns the bits of the weights."""
+    torch.manual_seed(rank)  # the ranks' weights differ; rank 0's are used
     model = torch.nn.Sequential(
         torch.nn.Linear(20, 40), torch.nn.BatchNorm1d(40), torch.nn.Tanh(), torch.nn.Linear(40, 3)
     )

@@ -1,4 +1,4 @@
-"""`offload_fraction` under every strategy: weights loaded behind the optimizer (D1-D3), bits, checkpoints."""
+"""`offload_fraction` under every strategy: weights written behind its back (D1 to D3), bits, checkpoints."""
 
 import itertools
 from typing import Any
@@ -16,7 +16,7 @@ import torch_ext
 NONE, FULLY = "no wrapper", "optim_grads_params"
 STRATEGIES = [NONE, "no_shard", "optim", "optim_grads", FULLY]
 FRACTIONS = [0.0, 0.5, 1.0]
-# Parts of several batches, rows that no number of ranks divides, fewer rows than ranks; native fp32 among them.
+# Parameters of several batches, rows that no number of ranks divides, fewer rows than ranks; some are fp32.
 BLOCKS: list[tuple[torch.dtype, list[Any]]] = [
     (BF16, [(5, 3), (210, 97), (1,)]),
     (FP32, [(4, 4), (131, 70)]),
@@ -26,7 +26,7 @@ SHAPES = [shape for _, shapes in BLOCKS for shape in shapes]
 
 
 class Mixed(torch.nn.Module):
-    """`model(grads).backward()` gives the parameters `grads`."""
+    """A model of bf16 and fp32 blocks; `model(grads).backward()` sets the gradients to `grads`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,6 +52,7 @@ def _policy(overlap: bool, remainders: bool) -> torch_ext.Policy:
 
 
 def _make(strategy: str, overlap: bool, remainders: bool, fraction: float, **options: Any) -> Any:
+    """Returns a model and its optimizer. fraction: offload_fraction; options: of AdamW."""
     policy, model = _policy(overlap, remainders), Mixed()
     if strategy != NONE:
         torch_ext.parallelize(model, policy, strategy=strategy, find_unused_parameters=True)
@@ -60,7 +61,7 @@ def _make(strategy: str, overlap: bool, remainders: bool, fraction: float, **opt
 
 
 def _grads(step: int, rank: int) -> list[Any]:
-    """One parameter after the other has none."""
+    """Returns a rank's gradients; in each step another parameter has none."""
     grads: list[Any] = [g.to(dtype) for g, dtype in zip(noise(step, rank, SHAPES), _dtypes(), strict=True)]
     grads[step % len(grads)] = None
     return grads
@@ -79,22 +80,25 @@ def _train(model: Any, optimizer: Any, steps: range, rank: int) -> None:
 
 
 def _whole(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Returns the whole weights, on every rank."""
     return [p.full_tensor() if hasattr(p, "full_tensor") else p.detach().clone() for p in model.parameters()]
 
 
 def _on_host(optimizer: Any) -> list[int]:
+    """Returns the positions of the parameters whose state is on the host."""
     return [i for i, p in enumerate(optimizer._states.all_params()) if p in optimizer._states.host._states]
 
 
 def _loaded(rank: int, world: int, strategy: str) -> None:
+    """Writes constants to all weights; steps with zero gradients must leave them."""
     for overlap, remainders, fraction, steps in itertools.product((True, False), (False, True), FRACTIONS, (0, 3)):
         with host_parts.copying("late" if overlap else "prompt"):
             model, optimizer = _make(strategy, overlap, remainders, fraction, betas=(0.0, 0.999), weight_decay=0.0)
             _train(model, optimizer, range(steps), rank if strategy != NONE else 0)
             for i, p in enumerate(model.parameters()):
                 data = p.data.to_local() if isinstance(p, DTensor) else p.data
-                data.fill_(0.37 + i)  # leaves no trace in a counter
-            for _ in range(2):  # "loss fine at step 1, ruined at step 2"
+                data.fill_(0.37 + i)  # no version counter sees this
+            for _ in range(2):  # also in a second step, when a master that was not resynced would come back
                 model(
                     [torch.zeros(shape, dtype=dtype) for shape, dtype in zip(SHAPES, _dtypes(), strict=True)]
                 ).backward()
@@ -108,11 +112,12 @@ def _loaded(rank: int, world: int, strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_D1_D2_D3_constant_weights_loaded_are_what_is_stepped_from(strategy: str) -> None:
-    """Step with zero gradients and no decay: weights equal W on every rank."""
+    """Steps have zero gradients and no weight decay, so a failure means that a step started from an old master."""
     ranks.run(2, _loaded, strategy, limit=120.0)
 
 
 def _trained(rank: int, world: int, strategy: str, remainders: bool) -> None:
+    """Trains with each fraction: weights and states must have the same bits, and a half must be on the host at 0.5."""
     found, shares = [], []
     for fraction in FRACTIONS:
         with host_parts.copying("late"):
@@ -138,7 +143,7 @@ def test_training_has_the_same_bits_for_every_fraction(strategy: str, remainders
 
 
 def _moved(rank: int, world: int) -> None:
-    """From half on the host under one strategy to all, or none, on it under another one."""
+    """Moves a checkpoint from 0.5 on the host under one strategy to all, or half, under another."""
     for first, second, fraction in (
         ("optim", "no_shard", 1.0),
         ("no_shard", "optim_grads", 0.5),
@@ -169,7 +174,7 @@ def test_D4_checkpoints_move_between_fractions_and_strategies() -> None:
 
 
 def _early(rank: int, world: int, strategy: str) -> None:
-    """step_in_backward: buckets of which a part is on the host are left to step()."""
+    """With step_in_backward, buckets that have a part on the host are left to step()."""
     found = []
     for in_backward, fraction in ((False, 0.0), (True, 0.0), (True, 0.3), (True, 1.0)):
         policy = torch_ext.load_policy(BF16, override_ddp_config={"bucket_size": 9000, "step_in_backward": in_backward})

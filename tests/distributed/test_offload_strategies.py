@@ -1,4 +1,4 @@
-"""B4 under every strategy: everything is offloaded and brought back between steps, and training has the same bits."""
+"""B4 under every strategy: training has the same bits if everything is offloaded and brought back between its steps."""
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -24,7 +24,7 @@ DTYPES = {"bf16": (BF16, BF16, BF16), "bf16, gradients fp32": (BF16, FP32, BF16)
 
 
 class Net(torch.nn.Module):
-    """Frozen weights, a buffer, tied weights and odd sizes: shards are uneven and some are empty."""
+    """Has frozen weights, a buffer, tied weights and odd sizes, so that shards are uneven and some are empty."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,6 +43,7 @@ class Net(torch.nn.Module):
 
 
 def made(setup: str, dtypes: Any, fraction: float = 0.0, **options: Any) -> tuple[Any, Any]:
+    """Returns the model in a setup of SETUPS and its optimizer. fraction: offload_fraction; options: of the policy."""
     torch.manual_seed(7)
     model: Any = Net().to(dtypes[0])
     chosen = policy(*dtypes, bucket_size=200, **options)
@@ -65,6 +66,7 @@ def loss_of(model: Any, step: int, rank: int) -> Tensor:
 
 
 def one_step(model: Any, optimizer: Any, step: int, rank: int) -> None:
+    """Takes a step with two micro-batches and a clip. The gradients stay."""
     optimizer.zero_grad()
     for microbatch in range(2):
         last = microbatch == 1
@@ -75,7 +77,7 @@ def one_step(model: Any, optimizer: Any, step: int, rank: int) -> None:
 
 
 def on_device(model: Any, optimizer: Any) -> dict[str, list[Tensor]]:
-    """Everything that this rank has of each kind."""
+    """Returns this rank's tensors by kind: parameters and buffers, gradients, optimizer state."""
     params = list(model.parameters())
     grads = [local_shard.tensor_of(p.grad) for p in params if p.grad is not None]
     for owner in reducer_registry.owners_of(params):
@@ -85,10 +87,12 @@ def on_device(model: Any, optimizer: Any) -> dict[str, list[Tensor]]:
 
 
 def memory(tensors: Iterable[Tensor]) -> int:
+    """Returns the bytes of the tensors' storages, each counted once."""
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def content(model: Any, optimizer: Any) -> list[bytes]:
+    """Returns the bits of this rank's weights, buffers and optimizer state."""
     held = on_device(model, optimizer)
     steps = [entry["step"] for entry in access.entries(optimizer.state)]
     return bits([t.clone() for t in [*held["params"], *held["states"], *steps]])
@@ -104,6 +108,7 @@ CALLS: dict[str, list[dict[str, bool]]] = {
 
 
 def cycle(model: Any, optimizer: Any, calls: list[dict[str, bool]]) -> None:
+    """Offloads as `calls` say and brings everything back; checks the bytes that are left, and the gradients."""
     held = on_device(model, optimizer)
     sizes = {kind: memory(tensors) for kind, tensors in held.items()}
     gradients = [p.grad for p in model.parameters()]
@@ -120,21 +125,22 @@ def cycle(model: Any, optimizer: Any, calls: list[dict[str, bool]]) -> None:
 
 
 def _trained(rank: int, setup: str, dtypes: Any, calls: str | None, fraction: float = 0.0) -> list[bytes]:
+    """Trains, with an offload cycle after each step unless calls is None, and returns the content."""
     model, optimizer = made(setup, dtypes, fraction)
     for step in range(4):
         one_step(model, optimizer, step, rank)
         if calls is not None:
-            if step % 2:  # gradients are there, or not
+            if step % 2:  # with gradients in every other cycle
                 optimizer.zero_grad()
             cycle(model, optimizer, CALLS[calls])
     assert loss_of(model, 50, rank).isfinite()
-    torch_ext.offload(model, optimizer)  # an evaluation came before: whole weights may be there
+    torch_ext.offload(model, optimizer)  # after an evaluation, which may leave weights unsharded
     torch_ext.onload(model, optimizer)
     return content(model, optimizer)
 
 
 def _goes_on(rank: int, world: int, setups: tuple[str, ...], dtypes: Any, every: bool) -> None:
-    """every: all of CALLS beside each setup; otherwise they take turns."""
+    """every: whether each setup is tried with all of CALLS; otherwise each with one of them."""
     for i, setup in enumerate(setups):
         expected = _trained(rank, setup, dtypes, None)
         for calls in CALLS if every else [list(CALLS)[i % len(CALLS)]]:
@@ -142,6 +148,7 @@ def _goes_on(rank: int, world: int, setups: tuple[str, ...], dtypes: Any, every:
 
 
 def _goes_on_with_a_host_part(rank: int, world: int) -> None:
+    """Trains with half of the optimizer state on the host, with and without offload cycles."""
     for setup in ("none", *OURS):
         ends = [_trained(rank, setup, DTYPES["bf16"], calls, 0.5) for calls in (None, "everything")]
         assert ends[0] == ends[1], setup
@@ -158,15 +165,17 @@ def test_B4_training_goes_on_with_the_same_bits(world: int, name: str) -> None:
     ranks.run(world, _goes_on, setups, DTYPES[name], (world, name) == (2, "bf16"))
 
 
-# -- while it is offloaded ---------------------------------------------------------------------------------------------
+# -- calls while offloaded ---------------------------------------------------------------------------------------------
 
 
 def refused(act: Callable[[], object], words: str) -> None:
+    """The call must raise a RuntimeError with these words."""
     with pytest.raises(RuntimeError, match=words):
         act()
 
 
 def _refuses(rank: int, world: int, setups: tuple[str, ...]) -> None:
+    """Rejected calls while everything is offloaded must not change how training goes on."""
     for setup in setups:
         ends = []
         for offloaded in (False, True):
@@ -182,6 +191,7 @@ def _refuses(rank: int, world: int, setups: tuple[str, ...]) -> None:
 
 
 def _use_everything(model: Any, optimizer: Any, rank: int, setup: str) -> None:
+    """Makes every call that needs offloaded memory: each must raise and name onload."""
     torch_ext.offload(model, optimizer)
     for act in (
         lambda: loss_of(model, 0, rank),
@@ -193,7 +203,7 @@ def _use_everything(model: Any, optimizer: Any, rank: int, setup: str) -> None:
         optimizer.resync_masters,
     ):
         refused(act, r"torch_ext\.onload")
-    if setup in ("optim", "optim_grads"):  # whose gradients torch's own functions are led to
+    if setup in ("optim", "optim_grads"):  # where torch's own clipping finds our shards
         refused(lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0), r"torch_ext\.onload")
         refused(lambda: torch.nn.utils.clip_grad_value_(model.parameters(), 1.0), r"torch_ext\.onload")
     optimizer.zero_grad(set_to_none=False)
@@ -203,7 +213,7 @@ def _use_everything(model: Any, optimizer: Any, rank: int, setup: str) -> None:
     torch_ext.onload(model, optimizer, states=False)
     refused(optimizer.step, r"states of this optimizer.*torch_ext\.onload")
     torch_ext.onload(model, optimizer)
-    if setup not in ("fsdp alone",):  # whose backward nobody of ours sees
+    if setup not in ("fsdp alone",):  # nothing of ours sees that setup's backward
         torch_ext.offload(model, optimizer, params=False, states=False)
         loss = loss_of(model, 0, rank)
         refused(loss.backward, r"backward: .*torch_ext\.onload")
@@ -218,7 +228,7 @@ def test_B4_uses_while_offloaded(world: int) -> None:
 
 
 def _unreduced(rank: int, world: int, strategy: str) -> None:
-    """Gradients that no rank has reduced, or that must not be stepped, are dropped like others."""
+    """Gradients that were not reduced, or have NaN, must be dropped by offload and no longer prevent a step."""
     model, optimizer = made(strategy, DTYPES["bf16"], check_for_nan_in_grad=True)
     one_step(model, optimizer, 0, rank)
     optimizer.zero_grad()
@@ -242,7 +252,7 @@ def test_B4_dropped_gradients_are_no_longer_in_the_way(strategy: str) -> None:
 
 
 def _one_parameter(rank: int, world: int, strategy: str) -> None:
-    """zero_grad of an optimizer that has a part of the model only."""
+    """Calls zero_grad of an optimizer that has only one of the model's parameters."""
     model, _ = made(strategy, DTYPES["bf16"])
     optimizer = torch_ext.AdamW([model.scale], policy=policy(BF16))
     loss_of(model, 0, rank).backward()
@@ -257,10 +267,11 @@ def test_B4_zero_grad_of_some_while_offloaded() -> None:
         ranks.run(1, _one_parameter, strategy)
 
 
-# -- in flight ---------------------------------------------------------------------------------------------------------
+# -- calls while a step is under way -----------------------------------------------------------------------------------
 
 
 def _in_flight(rank: int, world: int) -> None:
+    """Calls offload and onload in a forward and a backward: they must raise, and not change how training goes on."""
     for setup in OURS:
         ends = []
         for tried in (False, True):
@@ -295,6 +306,7 @@ def test_B4_in_flight(world: int) -> None:
 
 
 def _stepped_in_backward(rank: int, world: int, strategy: str) -> None:
+    """Calls offload between a backward that stepped and step(): it must raise."""
     ends = []
     for tried in (False, True):
         model, optimizer = made(strategy, DTYPES["bf16"], step_in_backward=True)
@@ -304,7 +316,7 @@ def _stepped_in_backward(rank: int, world: int, strategy: str) -> None:
             if tried and step in (2, 4):
                 refused(partial(torch_ext.offload, model, optimizer), r"step_in_backward=True.*step\(\) first")
             optimizer.step()
-            if tried and step == 2:  # the next backward steps nothing: the optimizer plans anew
+            if tried and step == 2:  # the next backward then steps nothing, since the optimizer plans its steps again
                 torch_ext.offload(model, optimizer)
                 torch_ext.onload(model, optimizer)
         ends.append(content(model, optimizer))
@@ -317,7 +329,7 @@ def test_B4_between_a_backward_that_stepped_and_step(strategy: str) -> None:
 
 
 def _held(rank: int, world: int, strategy: str) -> None:
-    """Tensors of a state_dict are the weights' own memory: it must not go under them. The rest may."""
+    """While a state_dict() is held, its tensors are the weights' memory: weights cannot be offloaded, the rest can."""
     model, optimizer = made(strategy, DTYPES["bf16"])
     one_step(model, optimizer, 0, rank)
     before = content(model, optimizer)
@@ -337,6 +349,7 @@ def test_B4_while_a_state_dict_is_held(strategy: str) -> None:
 
 
 def _part(rank: int, world: int, strategy: str) -> None:
+    """Offloads a part of the model, which must raise, and a module around the model, which must work."""
     model, optimizer = made(strategy, DTYPES["bf16"])
     before = content(model, optimizer)
     refused(lambda: torch_ext.offload(model.block, optimizer), r"part of a parallelized model.*pass the model")
@@ -353,7 +366,9 @@ def test_B4_a_part_of_a_parallelized_model_is_refused() -> None:
 
 
 def _graph_from_before(rank: int, world: int, inner: bool) -> None:
-    """inner: the loss is that of a part, of which parallelize sees no output."""
+    """Runs the backward of a forward that came before offload: it must raise.
+
+    inner: of a submodule's output, which parallelize does not see."""
     for setup in ("none", *OURS):
         if inner and setup == "optim_grads_params" and not RECOVERS:
             continue

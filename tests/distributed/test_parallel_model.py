@@ -1,4 +1,4 @@
-"""What parallelize leaves as it was (class, keys, pickle, copies), and what it refuses."""
+"""What parallelize must not change (class, keys, pickle, copies), and what it rejects."""
 
 import copy
 import io
@@ -22,7 +22,7 @@ from torch_ext.parallel import parallel_module
 
 
 class Net(torch.nn.Module):
-    """Frozen and tied parameters, a buffer, a submodule."""
+    """A model with frozen and tied parameters, a buffer and a submodule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,26 +42,27 @@ def _backward(model: torch.nn.Module, rank: int = 0) -> None:
 
 
 def _same_object(rank: int, world: int, strategy: str) -> None:
+    """Parallelizes a model that differs between ranks, and trains a step with an optimizer created before."""
     torch.manual_seed(rank)
     model = Net()
     keys, parameters = list(model.state_dict()), list(model.parameters())
     weights = [w.clone() for w in model.state_dict().values()]
-    optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)  # made before, without state: fine
+    optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)  # created before, which is legal while it has no state
     assert torch_ext.parallelize(model, policy(), strategy=strategy) is model
     assert list(model.state_dict()) == keys
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     assert isinstance(model, Net) and type(model).__name__ == "Net" and type(model).__qualname__ == "Net"
     assert type(model).__module__ == Net.__module__ and model.note == "kept"
     assert rank or all(torch.equal(a, b) for a, b in zip(weights, model.state_dict().values(), strict=True))
-    everyone = on_all_ranks({k: v.tolist() for k, v in model.state_dict().items()})
-    assert everyone[0] == everyone[1], "rank 0's weights and buffers"
+    all_ranks = on_all_ranks({k: v.tolist() for k, v in model.state_dict().items()})
+    assert all_ranks[0] == all_ranks[1], "rank 0's weights and buffers"
     assert model.head.weight is model.embed.weight
     _backward(model, rank)
     optimizer.step()
     assert model.embed.weight.grad is model.head.weight.grad and model.scale.grad is None
     assert (model.embed.weight.grad is None) == (strategy == "optim_grads")
-    everyone = on_all_ranks([p.tolist() for p in model.parameters()])
-    assert everyone[0] == everyone[1] != [w.tolist() for w in weights]
+    all_ranks = on_all_ranks([p.tolist() for p in model.parameters()])
+    assert all_ranks[0] == all_ranks[1] != [w.tolist() for w in weights]
 
 
 def test_the_same_object_with_the_same_names_and_rank_0s_weights() -> None:
@@ -69,6 +70,7 @@ def test_the_same_object_with_the_same_names_and_rank_0s_weights() -> None:
 
 
 def _copies(rank: int, world: int, strategy: str) -> None:
+    """Copies and pickles of a parallelized model must be plain models with its weights, which train by themselves."""
     model: Any = torch_ext.parallelize(Net(), policy(FP32, FP32, BF16), strategy=strategy)
     _backward(model, rank)
     torch_ext.AdamW(model.parameters()).step()
@@ -95,7 +97,7 @@ def _copies(rank: int, world: int, strategy: str) -> None:
         torch.optim.SGD(plain.parameters(), lr=0.1).step()
         assert not torch.equal(plain.body[0].weight, model.body[0].weight)
         plain.zero_grad()
-        again = torch_ext.parallelize(plain, policy(), strategy=strategy)  # a copy is a model like any other
+        again = torch_ext.parallelize(plain, policy(), strategy=strategy)  # a copy can be parallelized, too
         _backward(again, rank)
     weights = io.BytesIO()
     torch.save(model.state_dict(), weights)
@@ -112,13 +114,13 @@ def test_pickle_and_copies_give_the_plain_model() -> None:
 
 
 def _grad_dtypes(model: Any) -> list[torch.dtype]:
-    """Of what this rank's optimizer reads."""
+    """Returns the dtypes of the gradients that this rank's optimizer reads."""
     reducer: Any = parallel_module.reducer_of(model)
     return [grad.dtype for p in model.parameters() for grad in [reducer.grad(p)] if grad is not None]
 
 
 def _dtypes_of_gradients(rank: int, world: int, strategy: str) -> None:
-    """Whatever the wire has, after a backward and after one more beside it."""
+    """Tries all combinations: main gradients must have their dtype after one reduction and after another."""
     wires: list[Any] = [None, FP32, BF16, FP16, torch.uint8]
     for dtype, main, wire in itertools.product((FP32, BF16, FP16), (None, FP32, BF16, FP16), wires):
         chosen = policy(dtype, main, wire)
@@ -139,7 +141,7 @@ def test_gradients_have_main_grads_dtype() -> None:
 
 
 def _plans(rank: int, world: int, strategy: str) -> int:
-    """The fingerprint of what a model's gradients lie in: what plan_buckets says."""
+    """Returns the fingerprint of a model's plan, which must be the one that plan_buckets returns."""
     shapes: list[Any] = [(4,), (300,), (0,), (2, 70), (129,)]
     chosen = policy(bucket_size=200, overlap_grad_reduce=True)
     reducer: Any = parallel_module.reducer_of(torch_ext.parallelize(Given(shapes), chosen, strategy=strategy))
@@ -156,7 +158,7 @@ def test_one_plan_for_each_world() -> None:
 
 
 def _again(rank: int, world: int, strategy: str) -> None:
-    """The engine is made anew, under every other strategy, with gradients in the old one and without."""
+    """Parallelizes again, from each strategy to each, while there are gradients of the first: they must be dropped."""
     for following in STRATEGIES:
         model: Any = Given([(4,), (300,)], BF16)
         torch_ext.parallelize(model, policy(BF16, FP32), strategy=strategy)
@@ -195,7 +197,7 @@ def test_a2_parameters_of_another_dtype_follow_their_own_row() -> None:
     strategies.run(2, _mixed)
 
 
-# -- changes behind the engine's back -----------------------------------------------------------------------------
+# -- changes that the reducer is not told of -------------------------------------------------------------------------
 
 
 def _assign(model: Any) -> None:
@@ -218,6 +220,7 @@ CHANGES = [
 
 
 def _changed(rank: int, world: int, strategy: str, change: Any, words: str) -> None:
+    """Changes the model: the next backward must name the parameter, and a second parallelize must help."""
     model: Any = torch_ext.parallelize(Net(), policy(), strategy=strategy)
     _backward(model)
     model.zero_grad()
@@ -225,7 +228,7 @@ def _changed(rank: int, world: int, strategy: str, change: Any, words: str) -> N
     with pytest.raises(RuntimeError, match=words):
         _backward(model)
     model.zero_grad()
-    torch_ext.parallelize(model, torch_ext.load_policy(model), strategy=strategy)  # what the message says helps
+    torch_ext.parallelize(model, torch_ext.load_policy(model), strategy=strategy)  # as the message says
     _backward(model)
     torch_ext.AdamW(model.parameters()).step()
     with torch.no_grad():
@@ -238,7 +241,7 @@ def test_a_parameter_that_is_not_what_it_was_is_named(change: Any, words: str) -
 
 
 def _left(rank: int, world: int, strategy: str) -> None:
-    """What no backward sees is noticed by step."""
+    """Changes the model after a backward: then step must notice."""
     model: Any = torch_ext.parallelize(Net(), policy(), strategy=strategy)
     optimizer = torch_ext.AdamW(model.parameters())
     _backward(model)
@@ -264,6 +267,7 @@ def test_a_weight_that_is_not_where_it_was_is_named() -> None:
 
 
 def _harmless(rank: int, world: int, strategy: str) -> None:
+    """Makes calls that change no parameter's dtype or identity; training must go on."""
     model: Any = torch_ext.parallelize(Net(), policy(), strategy=strategy)
     optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)
     for _ in range(2):
@@ -275,8 +279,8 @@ def _harmless(rank: int, world: int, strategy: str) -> None:
         assert before is not None and after is not None and torch.equal(before, after)
         assert model.embed.weight.is_shared()
         optimizer.step()
-        everyone = on_all_ranks([p.tolist() for p in model.parameters()])
-        assert everyone[0] == everyone[1]
+        all_ranks = on_all_ranks([p.tolist() for p in model.parameters()])
+        assert all_ranks[0] == all_ranks[1]
         model.load_state_dict(model.state_dict())
         model.zero_grad(set_to_none=False)
     _backward(model)
@@ -290,6 +294,7 @@ def test_changes_that_change_nothing_are_fine() -> None:
 
 
 def _ends(rank: int, world: int, strategy: str) -> None:
+    """A model that is gone must take its reducer and its threads with it."""
     threads = threading.active_count()
     model: Any = torch_ext.parallelize(Given([4]), policy(), strategy=strategy)
     optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)
@@ -313,10 +318,11 @@ def test_an_engine_ends_with_its_model() -> None:
     strategies.run(2, _ends)
 
 
-# -- what is refused ----------------------------------------------------------------------------------------------
+# -- what is rejected ------------------------------------------------------------------------------------------------
 
 
 def _with_state() -> Any:
+    """A model whose optimizer has state for its parameter."""
     model: Any = Given([2])
     optimizer = torch.optim.AdamW(model.parameters())
     model([torch.ones(2)]).backward()
@@ -331,6 +337,7 @@ def _frozen() -> Any:
 
 
 def _part_of_another() -> Any:
+    """A model with a part that belongs to another parallelized model."""
     inner = torch.nn.Linear(2, 2)
     outer = torch_ext.parallelize(torch.nn.Sequential(inner), policy())
     other: Any = torch.nn.Sequential(inner)
@@ -370,13 +377,14 @@ REFUSED: list[Any] = [
 
 
 def _torn() -> Any:
-    """Two parameters of one memory, which are tied as long as nobody lays them out anew."""
+    """Returns a model with two parameters in one memory, tied as long as weights are not moved into flat buffers."""
     model: Any = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
     model[1].weight = torch.nn.Parameter(model[0].weight.data)
     return model
 
 
 def _refuses(rank: int, world: int, strategy: str) -> list[tuple[str, str]]:
+    """Returns each case's error; a rejected call must not change the model."""
     messages = []
     for case in REFUSED:
         make, options, *_ = case.values
@@ -431,6 +439,7 @@ NAMES: list[tuple[Any, str]] = [
 
 
 def _store(model: Any) -> str:
+    """Returns the name of the class that implements the model's strategy."""
     engine: Any = parallel_module.reducer_of(model)
     return type(engine.strategy).__name__
 

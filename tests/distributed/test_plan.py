@@ -1,4 +1,4 @@
-"""plan_buckets: the planner seen from Python (F1 to F4, F6). The rules themselves are tested in C."""
+"""plan_buckets: the bucket planner as Python sees it (F1 to F4, F6). The rules themselves are tested in C."""
 
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch_ext
 
 
 def _places(plan: Any) -> list[tuple[int, int]]:
+    """Returns the beginning and end of each parameter in its flat buffer."""
     return [(p.start, p.start + p.numel) for p in plan.parameters]
 
 
@@ -45,10 +46,10 @@ def test_f2_default_cap_follows_the_model_and_the_ranks() -> None:
         plan = torch_ext.plan_buckets([65536] * layers, policy(BF16, wire=wire, bucket_size=size), world)
         return len(plan.buckets)
 
-    assert buckets(4, 2) == 1 and buckets(64, 2) == 16  # of 512 KiB
-    assert buckets(192, 2) == 32  # of 768 KiB
+    assert buckets(4, 2) == 1 and buckets(64, 2) == 16  # buckets of 512 KiB
+    assert buckets(192, 2) == 32  # buckets of 768 KiB
     assert buckets(192, 2, wire=FP32) == 32 and buckets(64, 2, wire="fp8") == 4
-    assert buckets(64, 16) == 2  # of 6.5 MiB
+    assert buckets(64, 16) == 2  # buckets of 6.5 MiB
     assert buckets(64, 2, size=65536) == 64
 
 

@@ -1,5 +1,4 @@
-"""clip_grad of a policy is applied in the step under every strategy, under FSDP2 and DDP alone, and is not applied to
-what the user clipped."""
+"""A policy's clip_grad must be applied in step(), under every strategy, FSDP2 and DDP, unless the user has clipped."""
 
 from typing import Any
 
@@ -18,6 +17,8 @@ LIMIT, LARGER = 0.5, 2.0
 
 
 def _parallelized(strategy: str) -> Any:
+    """Returns a function that makes a model under the strategy."""
+
     def make(policy: Any) -> Any:
         return torch_ext.parallelize(Given(SHAPES), policy, strategy=strategy)
 
@@ -38,7 +39,7 @@ def _plain_ddp(policy: Any) -> Any:
     return DistributedDataParallel(Given(SHAPES))
 
 
-# In one set of processes each.
+# By kind, each of which runs in one set of processes: functions that make the model.
 MODELS = {
     "our buckets": {name: _parallelized(name) for name in ("no_shard", "optim", "optim_grads")},
     "FSDP2": {"optim_grads_params": _parallelized("optim_grads_params"), "fully_shard alone": _fsdp2},
@@ -75,6 +76,7 @@ USERS = {
 
 
 def _train(rank: int, make: Any, clip_grad: float, clip: Any, limit: float, to_none: bool = True) -> list[bytes]:
+    """Trains three steps in which `clip(optimizer, params, limit)` is called; returns the bits of the whole weights."""
     policy = torch_ext.load_policy(
         FP32, optimizer_config={"clip_grad": clip_grad}, override_ddp_config={"bucket_size": 1}
     )
@@ -90,6 +92,7 @@ def _train(rank: int, make: Any, clip_grad: float, clip: Any, limit: float, to_n
 
 
 def _policy_clips(rank: int, world: int, kind: str) -> None:
+    """The policy's clipping must have the bits of the user's; measuring the norm must not count as clipping."""
     for name, make in MODELS[kind].items():
         expected = _train(rank, make, 0.0, _by_the_optimizer, LIMIT)
         assert expected != _train(rank, make, 0.0, _nothing, LIMIT), "something is clipped"
@@ -105,6 +108,7 @@ def test_the_policys_clip_grad_is_applied_in_the_step(kind: str) -> None:
 
 
 def _user_clips(rank: int, world: int, kind: str) -> None:
+    """The user's clipping must have its bits whether or not the policy clips."""
     for name, make in MODELS[kind].items():
         for how, clip in USERS.items():
             expected = _train(rank, make, 0.0, clip, LARGER)
@@ -119,7 +123,7 @@ def test_what_the_user_clipped_is_not_clipped_once_more(kind: str) -> None:
 
 
 def _stepped_in_backward(rank: int, world: int) -> None:
-    """The norm would be known too late: refused before anything is stepped, whichever policy has it."""
+    """In backward the norm would be known too late, so this is rejected before anything is stepped."""
     clips = torch_ext.load_policy(
         FP32, optimizer_config={"clip_grad": LIMIT}, override_ddp_config={"step_in_backward": True, "bucket_size": 1}
     )
@@ -129,7 +133,7 @@ def _stepped_in_backward(rank: int, world: int) -> None:
     model = torch_ext.parallelize(Given(SHAPES), does_not, strategy="optim")
     optimizer = torch_ext.AdamW(model.parameters(), lr=0.1, policy=clips)
     model([torch.ones(shape) for shape in SHAPES]).backward()
-    optimizer.step()  # not in backward: what was not stepped before is not there yet
+    optimizer.step()  # the first backward steps nothing, as there are no states yet
     optimizer.zero_grad()
     before = bits(model.parameters())
     with pytest.raises(RuntimeError, match=r"step_in_backward=True .* clip_grad=0\.5"):

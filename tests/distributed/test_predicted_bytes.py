@@ -1,4 +1,4 @@
-"""The simulator's bytes (tests/core/cycle_cost.h) are those that ranks send."""
+"""The simulator (tests/core/cycle_cost.h) must predict the bytes that ranks send."""
 
 from typing import Any
 
@@ -14,14 +14,14 @@ from bench.cost.simulator import Case, Cluster, Link, Model, predict
 BF16, FP32 = torch.bfloat16, torch.float32
 
 ANY = Cluster(1, Link(1e-6, 1e10), Link(1e-5, 1e9))
-"""Bytes depend on no link."""
+"""A cluster for the simulator; its speeds do not change the bytes."""
 
 CAP_MB = 0.1
-"""Of DistributedDataParallel's buckets."""
+"""The size of DistributedDataParallel's buckets."""
 
 
 class Net(nn.Module):
-    """Of sizes that no number of ranks divides; an embedding and a head of its own beside blocks."""
+    """A model with sizes that no number of ranks divides, and parameters outside of its blocks."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -51,16 +51,17 @@ POLICIES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 
 def _policy(name: str) -> Any:
     dtype, ddp = POLICIES[name]
-    # Neither is decided by what the wire was measured to be.
+    # Compression is off, so the bytes do not depend on how fast the link was measured.
     return torch_ext.load_policy(dtype, override_ddp_config={"grad_comm_compression": "off", **ddp})
 
 
 def _sent(rank: int, world: int, strategy: str, names: list[str]) -> dict[str, int]:
-    """In a step that is not the first: that one may show the order of gradients."""
+    """Returns by policy the bytes of a second step; the first one may also send the order of gradients."""
     return {name: _sent_under(strategy, name) for name in names}
 
 
 def _sent_under(strategy: str, name: str) -> int:
+    """Returns the bytes of a second step."""
     torch.manual_seed(1)
     policy = _policy(name)
     model: Any = Net(policy.param_dtype)

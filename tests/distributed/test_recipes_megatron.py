@@ -1,4 +1,4 @@
-"""docs/recipes/megatron.md: its lines on 2 x 2 ranks, against the same model on one process."""
+"""docs/recipes/megatron.md: its lines on 2 x 2 ranks must train the weights of the same model on one process."""
 
 import contextlib
 import functools
@@ -21,8 +21,8 @@ import torch_ext
 
 BF16, FP32 = torch.bfloat16, torch.float32
 TP, DP, STEPS, MAX_NORM, LR = 2, 2, 4, 0.5, 1e-3
-ULP = torch.finfo(FP32).eps  # of a weight near 1, as the largest are
-NEAR = 4 * ULP  # one process adds the products of a linear in another order
+ULP = torch.finfo(FP32).eps  # of weights near 1, the largest ones
+NEAR = 4 * ULP  # tolerance: one process adds the products of a linear in another order
 
 
 def _batch(step: int, dp_rank: int) -> torch.Tensor:
@@ -39,7 +39,7 @@ def _groups() -> Groups:
 
 
 def _lines(strategy: str, dtype: torch.dtype = FP32, model: Model | None = None, **options: Any) -> dict[str, Any]:
-    """The page's names, after all of its lines. options: of AdamW, beside those that the page gives."""
+    """Runs all of the page's lines and returns its names. options: of AdamW, in addition to the page's."""
     groups = _groups()
     names: dict[str, Any] = {
         **groups._asdict(),
@@ -59,6 +59,7 @@ def _lines(strategy: str, dtype: torch.dtype = FP32, model: Model | None = None,
 
 
 def _train(names: dict[str, Any], steps: range, max_norm: float = MAX_NORM) -> list[float]:
+    """Trains these steps with the page's functions; returns the norms."""
     norms = []
     for step in steps:
         names["through_parts"](_loss(names["model"], _batch(step, names["dp"].rank()))).backward()
@@ -67,7 +68,7 @@ def _train(names: dict[str, Any], steps: range, max_norm: float = MAX_NORM) -> l
 
 
 def _alone(steps: int) -> tuple[Model, torch_ext.AdamW, list[float]]:
-    """The whole model on one process, by the batches of all data-parallel ranks."""
+    """Trains the whole model on one process, with the batches of all data-parallel ranks."""
     model = Model()
     optimizer = torch_ext.AdamW(model.named_parameters(), lr=LR)
     norms = []
@@ -80,14 +81,17 @@ def _alone(steps: int) -> tuple[Model, torch_ext.AdamW, list[float]]:
 
 
 def _whole_name(name: str, ep_rank: int) -> str:
+    """Returns a local parameter's name in the whole model."""
     return name.replace("experts.0.", f"experts.{ep_rank}.")
 
 
 def _part_of(whole: torch.Tensor, p: Any, tp_rank: int) -> torch.Tensor:
+    """Returns the part of a whole parameter that a rank of tp has."""
     return whole.chunk(TP, p.partition_dim)[tp_rank] if getattr(p, "tensor_model_parallel", False) else whole
 
 
 def _trains(rank: int, world: int) -> None:
+    """Compares each strategy with one process: norms, weights, copies."""
     reference, _, expected = _alone(STEPS)
     whole = dict(reference.named_parameters())
     weights = {}
@@ -110,7 +114,7 @@ def _trains(rank: int, world: int) -> None:
 
 
 def _accumulated(names: dict[str, Any]) -> float:
-    """The norm of a first step by two halves of its batch."""
+    """Returns the norm of a first step whose batch is given in two halves."""
     halves = _batch(0, names["dp"].rank()).chunk(2)
     with contextlib.ExitStack() as stack:
         for part in names["parts"].values():
@@ -121,7 +125,7 @@ def _accumulated(names: dict[str, Any]) -> float:
 
 
 def _copies_agree(names: dict[str, Any]) -> None:
-    """The bits of what several ranks have: replicated parameters everywhere, cut ones on the data-parallel ranks."""
+    """Copies of a parameter must be equal: replicated ones on all ranks, cut ones on the data-parallel ranks."""
     named = names["model"].named_parameters()
     keys = {names["key_of"](name, names["kind_of"](p)): bits([p]) for name, p in named}
     for theirs in on_all_ranks(keys):
@@ -133,13 +137,14 @@ def test_four_ranks_train_what_one_process_does_under_each_strategy() -> None:
 
 
 def _bf16(rank: int, world: int) -> None:
+    """Trains a bf16 model whose copies must stay equal; with another seed per tp rank they must not."""
     names = _lines("optim", BF16)
     norms = _train(names, range(STEPS))
     assert on_all_ranks(norms) == [norms] * world
     _copies_agree(names)
     states = names["checkpoint"]()["optimizer"]
     assert all(entry["master_param"].dtype == FP32 for entry in states.values())
-    # What the page says not to do: another seed on each rank of tp.
+    # What the page warns of: another seed on each rank of tp makes copies differ.
     names = _lines("no_shard", BF16, seed=names["tp"].rank())
     _train(names, range(STEPS))
     apart = on_all_ranks(bits([names["model"].embed.weight]))
@@ -151,7 +156,7 @@ def test_copies_of_a_bf16_model_keep_the_same_bits() -> None:
 
 
 def _recomputed(rank: int, world: int) -> None:
-    """Backwards within a backward, two for one kind of parameters; and kinds of which nothing is trained."""
+    """Runs backwards within a backward, two for one kind of parameters; and a model with kinds that are all frozen."""
     expected = _alone(2)[2]
     for strategy in STRATEGIES:
         model = Model(_groups())
@@ -177,7 +182,7 @@ def test_recomputed_activations_and_kinds_that_are_not_there() -> None:
 
 
 def _nonfinite(rank: int, world: int) -> None:
-    """In the gradient of one expert, which one data-parallel rank has: no rank steps."""
+    """One expert's gradient, which one data-parallel rank has, is NaN: no rank may step."""
     names = _lines("optim_grads")
     before = bits(list(names["model"].parameters()))
     if rank == 3:
@@ -192,6 +197,7 @@ def test_a_norm_that_is_not_finite_on_one_rank_skips_the_step_on_all() -> None:
 
 
 def _saves(rank: int, world: int, folder: str) -> None:
+    """Saves halfway and resumes under other strategies; all must end with the same bits."""
     first = _lines("optim")
     _train(first, range(STEPS // 2))
     dcp.save(first["checkpoint"](), checkpoint_id=folder)
@@ -205,7 +211,7 @@ def _saves(rank: int, world: int, folder: str) -> None:
 
 
 def _loses_parts_by_names_alone(names: dict[str, Any], folder: str) -> None:
-    """What the page warns of: one rank's part of a parameter becomes everybody's."""
+    """What the page warns of: with names alone as keys, one rank's part of a parameter is loaded by all."""
     named = {name: p.detach() for name, p in names["model"].named_parameters()}
     loaded = {name: torch.empty_like(p) for name, p in named.items()}
     dcp.save(named, checkpoint_id=folder)
@@ -231,7 +237,7 @@ def test_a_checkpoint_goes_to_another_strategy_and_to_one_process(tmp_path: Any)
 
 
 def _parts(saved: dict[str, Any], name: str, cut: bool, key: str) -> list[torch.Tensor]:
-    """Of a parameter of the whole model, by the page's keys, in the order of tp."""
+    """Returns the parts of a parameter of the whole model, by the page's keys, in the order of tp."""
     keys = [name]
     if "experts." in name:
         local = name.replace("experts.1.", "experts.0.")

@@ -1,4 +1,4 @@
-"""docs/recipes/torchtitan.md: its lines, in torchtitan's way of making, clipping and saving, on FSDP2."""
+"""docs/recipes/torchtitan.md: its lines, with models built, clipped and saved as torchtitan does it, on FSDP2."""
 
 import importlib
 import warnings
@@ -17,13 +17,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 BF16, FP32 = torch.bfloat16, torch.float32
 STEPS, HALF, MAX_NORM = 4, 2, 0.05
-# training.dtype and `states`, in the rows of the page's table.
+# The rows of the page's table: training.dtype, by `states`.
 ROWS = {"bf16_remainder": BF16, "8bit": BF16, "bf16": FP32}
 WAYS = [pytest.param(False, id="rebuilt"), pytest.param(True, id="torchtitan", marks=recipes.needs("torchtitan"))]
 
 
 def _page(states: str, theirs: bool) -> Any:
-    """The page's class and configuration, with other `states`."""
+    """Runs the page's lines and returns its configuration, with other `states`."""
     if not theirs:
         torchtitan_rebuilt.install()
     names = recipes.run("torchtitan", 1, recipes.run("torchtitan", 0, {}))
@@ -34,6 +34,7 @@ def _page(states: str, theirs: bool) -> Any:
 
 
 def _model(dtype: torch.dtype) -> nn.Module:
+    """Returns a sharded model in torchtitan's mixed precision."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 33), nn.GELU(), nn.Linear(33, 16)) for _ in range(2)]
     model = nn.Sequential(nn.Linear(8, 16), *blocks, nn.Linear(16, 1)).to(dtype)
@@ -44,7 +45,7 @@ def _model(dtype: torch.dtype) -> nn.Module:
 
 
 def _train(model: nn.Module, optimizers: Any, steps: range) -> list[float]:
-    """As torchtitan: the norm of DTensors, made whole, then one multiplication of all gradients."""
+    """Trains as torchtitan does: the full tensor of the norm, then one multiplication of all gradients."""
     norms = []
     for step in steps:
         x = torch.randn(16, 8, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
@@ -59,12 +60,14 @@ def _train(model: nn.Module, optimizers: Any, steps: range) -> list[float]:
 
 
 def _everything(model: nn.Module, optimizers: Any) -> dict[str, Any]:
+    """Returns this rank's weights and state, tensors as bits."""
     found = {**model.state_dict(), **optimizers.state_dict()}
     local = {k: v.to_local() if hasattr(v, "to_local") else v for k, v in found.items()}
     return {k: bits([v.clone()]) if isinstance(v, torch.Tensor) else v for k, v in local.items()}
 
 
 def _resumes(rank: int, world: int, theirs: bool, folder: str) -> None:
+    """Trains each row of the table, whole and resumed; both must end with the same bits."""
     for states, dtype in ROWS.items():
         config = _page(states, theirs)
         runs = []
@@ -101,7 +104,7 @@ def test_the_lines_resume_bit_for_bit_under_fsdp2(theirs: bool, tmp_path: Any) -
 
 
 def _without_our_load(rank: int, world: int) -> None:
-    """Why the page has a load_state_dict: torchtitan's looks for the keys that a remainder's entry has in memory."""
+    """Shows why the page defines load_state_dict: torchtitan's looks for the keys that an entry has in memory."""
     config = _page("bf16_remainder", False)
     model = _model(BF16)
     optimizers = config.build(model_parts=[model])

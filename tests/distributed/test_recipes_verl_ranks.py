@@ -1,4 +1,4 @@
-"""docs/recipes/verl.md under verl's two ways to shard, FSDP (its default) and FSDP2, with its clip and its files."""
+"""docs/recipes/verl.md under verl's two ways to shard, FSDP (the default) and FSDP2, with verl's clipping and files."""
 
 import warnings
 from typing import Any
@@ -17,6 +17,7 @@ WAYS = ("fsdp", "fsdp with use_orig_params", "fsdp2")
 
 
 def _model(way: str) -> Any:
+    """Returns the model, sharded by FSDP or FSDP2 as verl does it."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 33), nn.GELU(), nn.Linear(33, 5)).to(BF16)
     if way == "fsdp2":
@@ -30,6 +31,7 @@ def _model(way: str) -> Any:
 
 
 def _train(rank: int, model: Any, optimizer: Any, steps: range) -> None:
+    """Trains these steps as verl does."""
     for step in steps:
         x = torch.randn(16, 8, generator=torch.Generator().manual_seed(2 * step + rank)).to(BF16)
         (model(x).float() - x.float().sum(1, keepdim=True)).square().mean().backward()
@@ -45,6 +47,7 @@ def _train(rank: int, model: Any, optimizer: Any, steps: range) -> None:
 
 
 def _local(values: Any) -> list[Any]:
+    """Returns the bits of this rank's tensors."""
     return bits([v.to_local().clone() if hasattr(v, "to_local") else v.clone() for v in values])
 
 
@@ -53,7 +56,7 @@ def _state(optimizer: Any) -> list[Any]:
 
 
 def _resumes(rank: int, world: int, folder: str) -> None:
-    """Each rank saves its own part of weights and state, by torch.save, and reads it again."""
+    """Each rank saves its own part of weights and state with torch.save, and resumes from it, bit for bit."""
     for way in WAYS:
         config = configured(recipes.blocks("verl", "text")[0], lr=1e-4)
         model = _model(way)

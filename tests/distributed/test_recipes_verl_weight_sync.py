@@ -1,4 +1,4 @@
-"""docs/recipes/verl_weight_sync.md: its entries, gathered and loaded as verl does it."""
+"""docs/recipes/verl_weight_sync.md: its entries, gathered and loaded as verl does, give the rollout the weights."""
 
 from typing import Any
 
@@ -15,17 +15,17 @@ SHAPES: list[Any] = [(3, 5), (700,), (16, 130)]
 
 
 class VerlsEngine:
-    """As far as the checkpoint engine meets it."""
+    """verl's engine, as far as the checkpoint engine uses it."""
 
     def __init__(self, module: Any, optimizer: Any) -> None:
         self.module, self.optimizer = module, optimizer
 
     def get_per_tensor_param_delta_shard(self, **_: Any) -> Any:
-        raise NotImplementedError  # the snapshot's
+        raise NotImplementedError  # verl's own implementation, which needs snapshots
 
 
 def _gathered(entries: Any) -> dict[str, tuple[tuple[int, ...], torch.Tensor, torch.Tensor]]:
-    """Per parameter the changes of all ranks, as rank 0 puts them together; entries come in lockstep."""
+    """Returns by parameter the changes of all ranks, as rank 0 puts them together; all ranks yield the same entries."""
     found: dict[str, Any] = {}
     for slots, dtype, counts, indices, values, group in entries:
         assert getattr(torch, dtype) == values.dtype and counts.tolist() == [indices.numel()] == [values.numel()]
@@ -38,6 +38,7 @@ def _gathered(entries: Any) -> dict[str, tuple[tuple[int, ...], torch.Tensor, to
 
 
 def _synced(rank: int, world: int) -> list[bool]:
+    """Trains three steps and syncs after each; returns whether the rollout's weights are the model's."""
     recipe = recipes.run("verl_weight_sync", 0, {})
     torch.manual_seed(3)
     model: Any = Given(SHAPES, BF16)

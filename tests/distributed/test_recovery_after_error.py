@@ -1,5 +1,4 @@
-"""What user code does wrong is an error that names it, or the right result; training goes on afterwards, on all
-ranks."""
+"""A mistake of user code must be an error that names it, or give the right result. Training must go on afterwards."""
 
 import random
 import time
@@ -28,12 +27,13 @@ def _ones(factor: float = 1.0) -> list[torch.Tensor]:
     return [torch.full(s, factor) for s in SHAPES]
 
 
-def _is(model: Any, values: list[torch.Tensor]) -> bool:
-    """Whether the gradients are these."""
+def _gradients_are(model: Any, values: list[torch.Tensor]) -> bool:
+    """Whether the gradients are close to these values."""
     return all(torch.allclose(g, v) for g, v in zip(whole_gradients(model), values, strict=True))
 
 
 def _mean(step: int, world: int) -> list[torch.Tensor]:
+    """Returns the mean of the ranks' noise of this step."""
     each = [noise(step, r, SHAPES) for r in range(world)]
     return [torch.stack(grads).sum(0) / world for grads in zip(*each, strict=True)]
 
@@ -50,7 +50,7 @@ def _oops(_grad: torch.Tensor) -> None:
 
 
 def _raises_in_backward(model: Any, grads: list[torch.Tensor]) -> None:
-    """With the bucket of p2 sent and two not."""
+    """Raises in a backward after p2's bucket was sent, and before the other two."""
     handle = model.p1.register_hook(_oops)
     with pytest.raises(_Oops):
         model(grads).backward()
@@ -58,7 +58,7 @@ def _raises_in_backward(model: Any, grads: list[torch.Tensor]) -> None:
 
 
 def _zeroed_by_others(rank: int, world: int, who: str) -> None:
-    """After a backward that raised, while the sums of what it sent are on their way from a rank that is late."""
+    """Calls zero_grad after a backward that raised, while sums for it are still to come from a rank that is late."""
     model = _parallel("no_shard")
     model(_ones()).backward()
     outer, optimizer = torch.nn.Sequential(model), torch.optim.SGD(model.parameters(), lr=1.0)
@@ -69,7 +69,7 @@ def _zeroed_by_others(rank: int, world: int, who: str) -> None:
     time.sleep(0.5)
     assert not any(p.grad.any() for p in model.parameters())
     model(_ones(1.0 + rank)).backward()
-    assert _is(model, _ones(1.5))
+    assert _gradients_are(model, _ones(1.5))
 
 
 @pytest.mark.parametrize("who", ["an optimizer", "a module around it", "the model"])
@@ -78,7 +78,8 @@ def test_nothing_comes_into_gradients_that_others_zeroed(who: str) -> None:
 
 
 def _after_other_gradients(rank: int, world: int, strategy: str) -> None:
-    """Of a backward in which each rank had another one's gradient last, so that they are told of others at once."""
+    """Raises on both ranks after a backward in which each rank left out another parameter. Both must have sent the same
+    buckets."""
     model = _parallel(strategy, find_unused_parameters=True)
     first: list[Any] = _ones()
     first[2 - rank] = None
@@ -90,7 +91,7 @@ def _after_other_gradients(rank: int, world: int, strategy: str) -> None:
     handle.remove()
     model.zero_grad()
     model(_ones(1.0 + rank)).backward()
-    assert _is(model, _ones(1.5))
+    assert _gradients_are(model, _ones(1.5))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -146,11 +147,12 @@ ZEROING: dict[str, Callable[[Any, Any], None]] = {
 
 
 def _goes_on(rank: int, world: int, strategy: str) -> None:
+    """Raises in every place, zeroes the gradients in every way: the next two steps must have the right means."""
     for fails in EXCEPTIONS.values():
         for zero in ZEROING.values():
             model = _parallel(strategy)
             optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)
-            for p in (None, model.p2):  # in the very first backward, and later
+            for p in (None, model.p2):  # in the first backward of all, and in a later one
                 if p is not None:
                     model(_ones()).backward()
                     optimizer.step()
@@ -159,7 +161,7 @@ def _goes_on(rank: int, world: int, strategy: str) -> None:
                 zero(model, optimizer)
                 for step in range(2):
                     model(noise(step, rank, SHAPES)).backward()
-                    assert _is(model, _mean(step, world))
+                    assert _gradients_are(model, _mean(step, world))
                     optimizer.step()
                     zero(model, optimizer)
 
@@ -169,7 +171,7 @@ def test_training_goes_on_after_an_exception() -> None:
 
 
 def _jitters(rank: int, world: int, strategy: str) -> None:
-    """Many buckets, ranks that are now ahead and now behind, and an exception now and then: on all ranks, anywhere."""
+    """Many buckets, ranks that are ahead or behind in turn, and exceptions that come on all ranks at the same place."""
     shapes = [(130 + 17 * i,) for i in range(12)]
     model: Any = torch_ext.parallelize(
         Given(shapes), policy(bucket_size=1, overlap_grad_reduce=True), strategy=strategy
@@ -214,8 +216,8 @@ def test_ranks_that_are_now_ahead_and_now_behind() -> None:
 
 
 def _before_and_after_the_first_gradient(rank: int, world: int) -> None:
-    """One rank's backward raises before a gradient was ready, the other's after one was, and before any was sent: both
-    count it, though the first has begun no cycle. What only looks at gradients counts nowhere."""
+    """One rank's backward raises before any gradient is ready, the other's after one is ready and before any is sent.
+    Both count this backward, although the first has begun no cycle. torch.autograd.grad is counted nowhere."""
     for strategy in STRATEGIES:
         model: Any = torch_ext.parallelize(Given(SHAPES), policy(bucket_size=1000), strategy=strategy)
         for step in range(4):
@@ -234,7 +236,7 @@ def _before_and_after_the_first_gradient(rank: int, world: int) -> None:
                     torch.autograd.grad(loss, [model.p1])
             model.zero_grad()
             model(noise(step, rank, SHAPES)).backward()
-            assert _is(model, _mean(step, world)), f"{strategy}, {step}"
+            assert _gradients_are(model, _mean(step, world)), f"{strategy}, {step}"
 
 
 def test_ranks_that_raise_before_and_after_their_first_gradient() -> None:
@@ -242,7 +244,7 @@ def test_ranks_that_raise_before_and_after_their_first_gradient() -> None:
 
 
 def _without_zeroing(rank: int, world: int, strategy: str) -> None:
-    """Gradients that came before the exception count, as torch's do; what was reduced already counts once."""
+    """Without zero_grad() gradients from before the exception count, as in torch; reduced ones count once."""
     for factor, scale in ((None, 0.5), (1.0, 1.0)):
         model = _parallel(strategy, gradient_divide_factor=factor)
         optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)
@@ -256,7 +258,7 @@ def _without_zeroing(rank: int, world: int, strategy: str) -> None:
                 optimizer.step()
             continue
         added = [303.0 * scale, 303.0 * scale, 303.0 * scale + 20.0 * scale]
-        assert _is(model, [torch.full(s, a) for s, a in zip(SHAPES, added, strict=True)])
+        assert _gradients_are(model, [torch.full(s, a) for s, a in zip(SHAPES, added, strict=True)])
         optimizer.step()
 
 
@@ -265,6 +267,7 @@ def test_going_on_without_zero_grad_adds_what_came() -> None:
 
 
 def _steps_after(rank: int, world: int, strategy: str) -> list[str]:
+    """step() and clipping after a backward that raised must raise until every optimizer has zeroed its gradients."""
     model = _parallel(strategy)
     halves = [torch_ext.AdamW([model.p0, model.p1], lr=0.1), torch_ext.AdamW([model.p2], lr=0.1)]
     model(_ones()).backward()
@@ -295,10 +298,11 @@ def test_step_after_a_backward_that_raised_is_an_error() -> None:
             assert words[strategy] in message and "zero_grad()" in message
 
 
-# -- steps and changes that would lose gradients ------------------------------------------------------------------
+# -- calls that would lose gradients ---------------------------------------------------------------------------------
 
 
 def _steps_unreduced(rank: int, world: int, strategy: str) -> None:
+    """step() with gradients from no_sync() must raise and change nothing."""
     model = _parallel(strategy)
     optimizers: list[Any] = [torch_ext.AdamW(model.parameters(), lr=0.1)]
     if strategy == "no_shard":
@@ -315,7 +319,7 @@ def _steps_unreduced(rank: int, world: int, strategy: str) -> None:
         with model.no_sync():
             model(_ones(1.0 + rank)).backward()
             if strategy == "optim_grads":
-                optimizer.step()  # every backward was reduced: nothing is lost
+                optimizer.step()  # optim_grads reduces every backward, so nothing would be lost
                 assert not torch.equal(model.p0, before)
                 optimizer.step(closure)
                 continue
@@ -335,7 +339,7 @@ def _steps_unreduced(rank: int, world: int, strategy: str) -> None:
             with model.no_sync():
                 model(_ones()).backward()
             model.zero_grad(set_to_none)
-            optimizer.step()  # nothing to lose
+            optimizer.step()  # there is no gradient to lose
 
 
 def test_e8_step_with_gradients_of_no_sync_is_an_error() -> None:
@@ -343,7 +347,7 @@ def test_e8_step_with_gradients_of_no_sync_is_an_error() -> None:
 
 
 def _closes(rank: int, world: int, strategy: str) -> None:
-    """The closure's backward ends a cycle that began before the step, as Lightning accumulates."""
+    """A step's closure may run the backward that ends a cycle begun before the step, as Lightning accumulates."""
     steppers: list[Any] = [torch_ext.AdamW]
     if strategy == "no_shard":
         steppers.append(torch.optim.AdamW)
@@ -367,7 +371,8 @@ def test_e8_closure_of_a_step_may_end_what_no_sync_began() -> None:
 
 
 def _assigned(rank: int, world: int, strategy: str) -> None:
-    """`.grad` beside a shard is not what a step reads: it is added by the next backward, and no step passes it over."""
+    """With sharded gradients a step does not read `.grad`. A value that was assigned there must be added by the next
+    backward, and until then step() must raise."""
     model = _parallel(strategy)
     optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)
     model(_ones()).backward()
@@ -375,7 +380,7 @@ def _assigned(rank: int, world: int, strategy: str) -> None:
     with pytest.raises(RuntimeError, match=r"'p1'.*`\.grad` was assigned where gradients are sharded"):
         optimizer.step()
     model(_ones()).backward()
-    assert _is(model, [torch.full((4,), 2.0), torch.full((200,), 4.5), torch.full((3,), 2.0)])
+    assert _gradients_are(model, [torch.full((4,), 2.0), torch.full((200,), 4.5), torch.full((3,), 2.0)])
     optimizer.step()
     model.p1.grad = torch.ones(200)
     model.zero_grad()
@@ -387,13 +392,13 @@ def test_a_grad_assigned_beside_its_shard_is_not_passed_over() -> None:
 
 
 def _second_backward(rank: int, world: int, strategy: str) -> None:
-    """Two losses, one after the other, on one graph."""
+    """Runs two backwards through one graph."""
     for factor, scale in ((None, 1.0), (1.0, 2.0)):
         model = _parallel(strategy, gradient_divide_factor=factor)
         loss = model(noise(5, rank, SHAPES))
         loss.backward(retain_graph=True)
         loss.backward()
-        assert _is(model, [2 * scale * mean for mean in _mean(5, world)])
+        assert _gradients_are(model, [2 * scale * mean for mean in _mean(5, world)])
 
 
 def test_e5_a_second_backward_without_a_step_loses_nothing() -> None:
@@ -403,7 +408,8 @@ def test_e5_a_second_backward_without_a_step_loses_nothing() -> None:
 # -- optimizers ---------------------------------------------------------------------------------------------------
 
 
-def _of_others(rank: int, world: int, strategy: str) -> None:
+def _foreign_optimizers(rank: int, world: int, strategy: str) -> None:
+    """torch's own optimizers must raise on sharded gradients."""
     model = _parallel(strategy)
     model(_ones()).backward()
     for make in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad):
@@ -417,10 +423,11 @@ def _of_others(rank: int, world: int, strategy: str) -> None:
 
 
 def test_an_optimizer_of_others_on_sharded_gradients_is_an_error() -> None:
-    strategies.run(2, _of_others, chosen=SHARDED)
+    strategies.run(2, _foreign_optimizers, chosen=SHARDED)
 
 
 def _made_before(rank: int, world: int, strategy: str) -> None:
+    """An optimizer created before parallelize may be used if it had no state."""
     model = Given(SHAPES)
     optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)
     chosen = policy(bucket_size=1, overlap_grad_reduce=True)
@@ -436,7 +443,7 @@ def _made_before(rank: int, world: int, strategy: str) -> None:
             early.step()
             early.zero_grad()
         else:
-            early.state_dict()  # makes state, of the size of the whole
+            early.state_dict()  # creates state for whole parameters
         with pytest.raises(RuntimeError, match=r"AdamW\) has state for parameter 'p0'.*before the first step"):
             torch_ext.parallelize(copy, chosen, strategy=strategy)
         assert type(copy) is Given
@@ -447,7 +454,7 @@ def test_an_optimizer_made_before_parallelize_is_fine_without_state() -> None:
 
 
 def _beside_plain_parameters(rank: int, world: int, strategy: str) -> list[Any]:
-    """An optimizer of a sharded model and of a parameter that is nobody's, whose gradient changes its memory order."""
+    """One optimizer for a sharded model and a plain parameter whose gradient changes its memory order between steps."""
     model = _parallel(strategy)
     own = torch.nn.Parameter(torch.zeros(4, 6))
     optimizer = torch_ext.AdamW([model.p0, own, model.p1, model.p2], lr=0.1)
@@ -470,7 +477,7 @@ def test_a_gradient_laid_out_anew_steps_nothing_twice() -> None:
 
 
 def _clips(rank: int, world: int, strategy: str) -> tuple[list[bytes], list[float]]:
-    """Clipped by an optimizer's norm, by parameters, and by the policy in step: the same numbers."""
+    """Clips by the optimizer's norm, by parameters, or by the policy in step: all must give the same numbers."""
     found = []
     for how in ("optimizer", "parameters", "policy"):
         chosen = policy(bucket_size=1, overlap_grad_reduce=True)
@@ -501,10 +508,11 @@ def test_the_global_norm_under_every_strategy() -> None:
     assert all(answer == answers["no_shard"][0] for by_rank in answers.values() for answer in by_rank)
 
 
-# -- not finite on one rank ---------------------------------------------------------------------------------------
+# -- gradients that are not finite on one rank -----------------------------------------------------------------------
 
 
 def _skips(rank: int, world: int, strategy: str, how: str) -> Any:
+    """A NaN on one rank must make all ranks skip the step."""
     model = _parallel(strategy)
     optimizer = torch_ext.AdamW(model.parameters(), lr=0.1, skip_nonfinite=how == "skip_nonfinite")
     grads = _ones()
@@ -538,6 +546,7 @@ def test_nan_on_one_rank_is_skipped_on_all(how: str) -> None:
 
 
 def _overflows(rank: int, world: int, strategy: str, scaler_of: str, unscale: bool) -> Any:
+    """An overflow in fp16 on one rank must make all ranks skip the step and lower the scale."""
     chosen = policy(FP16, loss_scale=16.0, bucket_size=1, overlap_grad_reduce=True)
     model = torch_ext.parallelize(Given([(600,), (5,)], FP16), chosen, strategy=strategy)
     optimizer = torch_ext.AdamW(model.parameters(), lr=0.1, policy=chosen)
@@ -545,7 +554,7 @@ def _overflows(rank: int, world: int, strategy: str, scaler_of: str, unscale: bo
 
     def step(value: float) -> None:
         grads = [torch.ones(600), torch.ones(5)]
-        if rank == 1:  # the element lies in the part of rank 0
+        if rank == 1:  # rank 0 owns this element
             grads[0][3] = value
         scaler.scale(model(grads)).backward()
         if unscale:
@@ -562,7 +571,7 @@ def _overflows(rank: int, world: int, strategy: str, scaler_of: str, unscale: bo
         model([torch.ones(600), torch.ones(5)]).backward()
         optimizer.step()  # without a scaler
         return None
-    for _ in range(3):  # of more than hysteresis tolerates
+    for _ in range(3):  # more often than hysteresis tolerates
         step(60000.0)
         scaler.update()
         optimizer.zero_grad()
@@ -583,7 +592,7 @@ def test_overflow_on_one_rank_is_skipped_on_all(scaler_of: str, unscale: bool) -
 
 
 def _alone(rank: int, world: int) -> None:
-    """A world of one is told the same."""
+    """Errors must be the same in a world of one rank."""
     for strategy in STRATEGIES:
         _steps_after(rank, world, strategy)
         _skips(rank, world, strategy, "clip_grad_norm_")

@@ -1,4 +1,4 @@
-"""The bits of the sum: any bucket count, no_shard and the DDP hook, any transport; and how good they are."""
+"""The bits of the sum must not depend on buckets, transport, or DDP; and the sum's error is small."""
 
 from typing import Any
 
@@ -20,6 +20,7 @@ WIRES = [
 
 
 def _reduced(rank: int, dtypes: Any, group: Any = None, **ddp: Any) -> list[torch.Tensor]:
+    """Returns the gradients of a second backward under no_shard."""
     model = Given(SHAPES, dtypes[0])
     torch_ext.parallelize(model, policy(*dtypes, **ddp), process_group=group)
     for seed in (1, 2):
@@ -29,9 +30,10 @@ def _reduced(rank: int, dtypes: Any, group: Any = None, **ddp: Any) -> list[torc
 
 
 def _hooked(rank: int, dtypes: Any, cap_mb: float, group: Any = None) -> list[torch.Tensor]:
+    """Returns the gradients of a second backward in DDP with our hook."""
     model = DistributedDataParallel(Given(SHAPES, dtypes[0]), process_group=group, bucket_cap_mb=cap_mb)
     state = torch_ext.register_comm_hook(model, policy(*dtypes))
-    for seed in (1, 2):  # DDP renumbers its buckets after the first
+    for seed in (1, 2):  # DDP lays its buckets out again after the first
         model.zero_grad()
         model(noise(seed, rank, SHAPES, dtypes[0])).backward()
         assert (state.wire_bytes() > 0) == (dist.get_world_size() > 1)
@@ -39,6 +41,7 @@ def _hooked(rank: int, dtypes: Any, cap_mb: float, group: Any = None) -> list[to
 
 
 def _all_ways(rank: int, world: int, dtypes: Any) -> None:
+    """The gradients of all bucket sizes, of DDP and of collectives must have one reference's bits."""
     reference = _reduced(rank, dtypes)
     assert len(set(map(tuple, on_all_ranks(bits(reference))))) == 1, "all ranks have the same bits"
     for cap in (1, 300, 4000):
@@ -58,7 +61,7 @@ def test_bits_depend_on_no_bucket_and_no_transport(world: int, dtypes: Any) -> N
 
 
 def _rank_order(rank: int, world: int) -> None:
-    """The sum is fp32, in rank order, rounded once: written out in torch operations."""
+    """Compares with a sum written in torch operations: in fp32, in rank order, rounded once."""
     for dtypes in (FP32, FP32, FP32), (FP32, FP32, BF16), (BF16, BF16, BF16), (BF16, FP32, BF16):
         grads = _reduced(rank, dtypes, bucket_size=300, overlap_grad_reduce=True)
         for i, grad in enumerate(grads):
@@ -75,6 +78,7 @@ def test_the_sum_is_fp32_in_rank_order_rounded_once() -> None:
 
 
 def _errors(rank: int, world: int, microbatches: int) -> dict[str, float]:
+    """Returns the relative error of the accumulated mean, for several dtypes and for DDP in bf16."""
     shape = [(20000,)]
     exact = sum(noise(s, r, shape, BF16)[0].double() for s in range(microbatches) for r in range(world)) / world
     exact_norm = exact.norm()
@@ -104,18 +108,18 @@ def test_error_of_the_mean_against_float64(microbatches: int) -> None:
     found = ranks.run(4, _errors, microbatches)
     assert found.count(found[0]) == 4
     errors = found[0]
-    one_rounding = 2.0**-9  # half a bf16 ulp, the largest relative error of one; its rms is smaller
+    one_rounding = 2.0**-9  # half a bf16 ulp, the largest relative error of one rounding; the rms is smaller
     assert errors["fp32"] < 1e-6
     assert errors["bf16"] < errors["stock DDP bf16"]
     if microbatches == 1:
-        # bf16 gradients travel exactly: what is left is one rounding of the sum.
+        # bf16 gradients are sent exactly, so the only error is one rounding of the sum.
         assert errors["wire bf16"] < one_rounding and errors["wire bf16"] < errors["stock DDP bf16"] * 0.85
     else:
         assert errors["wire bf16"] < errors["stock DDP bf16"] * 0.7
 
 
 def _subgroups(rank: int, world: int) -> None:
-    """Data-parallel groups beside one another: {0, 2} and {1, 3}."""
+    """Trains in two data-parallel groups side by side, {0, 2} and {1, 3}."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     model = Given([3, 300])
     torch_ext.parallelize(model, policy(bucket_size=1, overlap_grad_reduce=True), process_group=groups[rank % 2])
@@ -130,6 +134,7 @@ def test_groups_of_ranks_beside_each_other() -> None:
 
 
 def _two_models(rank: int, world: int) -> None:
+    """Runs one backward through two models with different groups."""
     one, two = Given([200]), Given([300, 2])
     torch_ext.parallelize(one, policy())
     torch_ext.parallelize(two, policy(), process_group=dist.new_group())
@@ -145,6 +150,7 @@ def test_two_models_in_one_backward() -> None:
 
 
 def _loop(rank: int, model: torch.nn.Module, steps: int) -> list[float]:
+    """Trains the model and returns the losses."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     losses = []
     for step in range(steps):
@@ -159,6 +165,8 @@ def _loop(rank: int, model: torch.nn.Module, steps: int) -> list[float]:
 
 
 def _against_ddp(rank: int, world: int) -> None:
+    """Trains the same model under no_shard and under DDP."""
+
     def make() -> torch.nn.Module:
         torch.manual_seed(3)
         return torch.nn.Sequential(
@@ -169,10 +177,10 @@ def _against_ddp(rank: int, world: int) -> None:
     torch_ext.parallelize(ours, policy())
     mine, theirs = _loop(rank, ours, 40), _loop(rank, stock, 40)
     if world == 2:
-        # Halves are exact, and a sum of two has one order: every bit of the training is DDP's.
+        # Halves are exact, and a sum of two terms has one order: all bits of the training must be DDP's.
         assert bits(list(ours.parameters())) == bits(list(stock.parameters())) and mine == theirs
     else:
-        # DDP adds thirds in another order: a few fp32 ulps in a step, which 40 steps magnify.
+        # DDP adds thirds in another order, which is a few fp32 ulps in a step; 40 steps magnify them.
         for a, b in zip(ours.parameters(), stock.parameters(), strict=True):
             assert torch.allclose(a, b, rtol=2.0**-13, atol=2.0**-17)
     assert sum(mine[-5:]) < 0.5 * sum(mine[:5])

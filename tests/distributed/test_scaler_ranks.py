@@ -1,5 +1,5 @@
-"""The loss scale over ranks (semantics.md, G3): found_inf is agreed on under every strategy, and who agrees is
-chosen."""
+"""The loss scale over several ranks (semantics.md, G3): the ranks of the chosen group must agree on found_inf under
+every strategy."""
 
 import copy
 from typing import Any
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import torch_ext
 
-# How gradients are reduced: by parallelize's strategies, by FSDP2 as torch has it, or not at all.
+# How gradients are reduced: by parallelize's strategies, by torch's FSDP2, or not at all ("nobody").
 WAYS = ["no_shard", "optim", "optim_grads", "optim_grads_params", "FSDP2", "nobody"]
 SHAPES = [(6, 100), (5, 2)]
 
@@ -27,7 +27,7 @@ def _model(way: str, dtype: torch.dtype, chosen: Any) -> Any:
 
 
 def _backward(model: Any, scaler: Any, rank: int, value: float) -> None:
-    """Gradients of one, but for an element of rank 0's part, which rank 1's batch makes `value`."""
+    """Runs a backward whose gradients are 1, except for one that rank 0 owns, which rank 1's batch sets to `value`."""
     grads = [torch.ones(shape) for shape in SHAPES]
     if rank == 1:
         grads[0][0, 3] = value
@@ -39,7 +39,7 @@ def _local(p: torch.Tensor) -> torch.Tensor:
 
 
 def _tensors(optimizer: Any) -> list[torch.Tensor]:
-    """Copies of all weights and states of this rank."""
+    """Returns copies of this rank's weights and states."""
     found = []
     for p in [p for group in optimizer.param_groups for p in group["params"]]:
         found += [_local(t).detach().clone() for t in (p, *optimizer.state[p].values())]
@@ -54,7 +54,7 @@ def _scaler(scaler_of: str, **options: Any) -> Any:
 
 
 def _skips(rank: int, world: int, ways: list[str], dtype: torch.dtype, scaler_of: str, unscale: bool) -> list[Any]:
-    """An overflow of one rank's batch in one rank's part, in the second of three steps, under each of the ways."""
+    """Makes rank 1's batch overflow in rank 0's part, in the second of three steps. Returns scales, counters, norms."""
     answers = []
     for way in ways:
         chosen = policy(dtype, bucket_size=1)
@@ -82,10 +82,12 @@ def _skips(rank: int, world: int, ways: list[str], dtype: torch.dtype, scaler_of
     return answers
 
 
-AFTER_TWO = torch.tensor(-0.2)  # two steps of the learning rate, from zero
+AFTER_TWO = torch.tensor(-0.2)  # weights after two steps by the learning rate, from 0
 
 
 def _check(ways: list[str], answers: list[list[Any]], unscale: bool) -> None:
+    """The ranks must agree, the second of three steps must be skipped and change nothing, and the scale must be halved
+    once."""
     for way, first, second in zip(ways, *answers, strict=True):
         assert repr(first) == repr(second), f"{way}: the ranks' scales, counters and norms are equal"
         scales, steps, norms, moved = first
@@ -105,15 +107,16 @@ def test_G3_ranks_skip_the_same_steps_under_every_strategy(dtype: torch.dtype, u
 @pytest.mark.parametrize("unscale", [False, True], ids=["step", "unscale, clip, step"])
 @pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
 def test_G3_torchs_scaler_where_gradients_are_in_grad(dtype: torch.dtype, unscale: bool) -> None:
-    ways = ["no_shard"]  # whose gradients are fp32 also of an fp16 model
+    ways = ["no_shard"]  # its gradients are fp32 for an fp16 model, too
     if dtype == FP32:
         ways.append("optim_grads_params")
-    if dtype == FP32 or not unscale:  # torch's own unscale_ refuses fp16 gradients
+    if dtype == FP32 or not unscale:  # torch's own unscale_ rejects fp16 gradients
         ways.append("FSDP2")
     _check(ways, ranks.run(2, _skips, ways, dtype, "torch", unscale), unscale)
 
 
 def _refused(rank: int, world: int, ways: list[str], unscale: bool) -> list[str]:
+    """Returns the errors of torch's scaler where gradients are not in `.grad`."""
     messages = []
     for way in ways:
         chosen = policy(BF16, FP32, FP32, bucket_size=1)
@@ -139,7 +142,7 @@ def test_G3_torchs_scaler_names_ours_where_gradients_are_elsewhere(unscale: bool
 
 
 def _two_pairs(rank: int, world: int, own_group: bool) -> tuple[float, float]:
-    """Ranks 0 and 1 train one model, 2 and 3 another; the first overflows."""
+    """Ranks 0 and 1 train one model, ranks 2 and 3 another. The first one overflows."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair = groups[rank // 2]
     chosen = policy(FP16, bucket_size=1)
@@ -167,7 +170,7 @@ def test_G3_found_inf_is_agreed_in_the_process_group(own_group: bool) -> None:
 
 
 def _reduced_first(rank: int, world: int) -> None:
-    """Gradients that no rank has reduced are an error, not an overflow on one rank."""
+    """Gradients that were not reduced must be an error, not an overflow on one rank."""
     chosen = policy(FP16, bucket_size=1)
     model = torch_ext.parallelize(Given(SHAPES, FP16), chosen, strategy="no_shard")
     optimizer = torch_ext.AdamW(model.parameters(), lr=0.1, policy=chosen)

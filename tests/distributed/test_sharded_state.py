@@ -1,4 +1,4 @@
-"""Saving and loading where states are cut over the ranks: whole tensors, under any strategy, world and bucket size."""
+"""Saving and loading sharded states as whole tensors, between strategies, world sizes and bucket sizes."""
 
 import io
 from typing import Any
@@ -18,7 +18,8 @@ STATES: dict[str, Any] = {
 }
 
 
-def _made(strategy: str, states: str, size: int | None) -> tuple[Any, Any]:
+def _build(strategy: str, states: str, size: int | None) -> tuple[Any, Any]:
+    """Returns a model and its optimizer. states: a key of STATES; size: bucket_size."""
     chosen = torch_ext.load_policy(
         BF16,
         override_optimizer_config={"main_grads_dtype": FP32, **STATES[states]},
@@ -35,13 +36,14 @@ def _made(strategy: str, states: str, size: int | None) -> tuple[Any, Any]:
 
 def _steps(model: Any, optimizer: Any, steps: range) -> None:
     for step in steps:
-        model(noise(step, 0, SHAPES, BF16)).backward()  # the same on every rank: the mean is, too, in any world
+        model(noise(step, 0, SHAPES, BF16)).backward()  # the same on every rank, so the mean is the same in any world
         optimizer.step()
         optimizer.zero_grad()
 
 
 def _saved(rank: int, world: int, strategy: str, states: str, size: int | None) -> bytes | None:
-    model, optimizer = _made(strategy, states, size)
+    """Returns the saved file of a training, on the rank that consolidates."""
+    model, optimizer = _build(strategy, states, size)
     _steps(model, optimizer, range(2))
     if strategy != "no_shard":
         with pytest.raises(RuntimeError, match="consolidate_state_dict"):
@@ -61,7 +63,8 @@ def _saved(rank: int, world: int, strategy: str, states: str, size: int | None) 
 
 
 def _resumed(rank: int, world: int, strategy: str, states: str, size: int | None, saved: bytes) -> list[bytes]:
-    model, optimizer = _made(strategy, states, size)
+    """Resumes from the file and trains on; returns the bits of weights and states."""
+    model, optimizer = _build(strategy, states, size)
     checkpoint = torch.load(io.BytesIO(saved), weights_only=True)
     optimizer.load_state_dict(checkpoint["optimizer"])
     model.load_state_dict(checkpoint["model"])
@@ -71,6 +74,7 @@ def _resumed(rank: int, world: int, strategy: str, states: str, size: int | None
 
 
 def _whole(optimizer: Any) -> list[torch.Tensor]:
+    """Returns the consolidated states' tensors."""
     return [v for entry in optimizer.consolidate_state_dict(to=None)["state"].values() for v in entry.values()]
 
 
@@ -93,6 +97,7 @@ def test_g5_a_state_moves_between_strategies_and_worlds(states: str) -> None:
 
 
 def _from_torch(rank: int, world: int) -> list[bytes]:
+    """Loads a state of torch.optim.AdamW, and gives it back."""
     plain = Given(SHAPES)
     theirs = torch.optim.AdamW(plain.parameters(), lr=0.1)
     plain(noise(0, 0, SHAPES)).backward()
@@ -116,6 +121,7 @@ def test_g5_to_and_from_torch() -> None:
 
 
 def _fsdp(rank: int, world: int) -> None:
+    """States of FSDP2 parameters are DTensors; both they and the consolidated state must load."""
     torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)).bfloat16()
     chosen = torch_ext.load_policy(model)

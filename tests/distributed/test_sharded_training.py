@@ -1,4 +1,4 @@
-"""The life of gradients and weights: E3's table row by row, E8, and what is noticed under optim and optim_grads."""
+"""Gradients and weights under optim and optim_grads: E3's table row by row, E8, and changes that must be noticed."""
 
 import time
 from typing import Any
@@ -26,11 +26,13 @@ def _parallel(strategy: str, *dtypes: Any, **ddp: Any) -> Any:
 
 
 def _mean(step: int, world: int, param: int, dtype: torch.dtype, absent: int | None = None) -> torch.Tensor:
+    """Returns the mean of the ranks' noise for a parameter; `absent`: a rank that contributes nothing."""
     each = [noise(step, r, SHAPES, dtype)[param].double() for r in range(world) if r != absent]
     return torch.stack(each).sum(0).reshape(-1) / world
 
 
 def _life_of_optim(rank: int, world: int, wire: Any) -> None:
+    """E3 and E5 under optim: where gradients are after each backward, and which numbers they have."""
     model = _parallel("optim", BF16, FP32, wire)
     engine = _engine(model)
     for step in range(3):
@@ -55,6 +57,7 @@ def _life_of_optim(rank: int, world: int, wire: Any) -> None:
 
 
 def _life_of_optim_grads(rank: int, world: int, wire: Any) -> None:
+    """E3 and E8 under optim_grads: every backward reduces into the shard, and `.grad` stays None."""
     model = _parallel("optim_grads", BF16, FP32, wire)
     engine = _engine(model)
     for step in range(3):
@@ -92,6 +95,7 @@ def test_e3_gradient_life_cycle(world: int) -> None:
 
 
 def _life_of_no_shard(rank: int, world: int, wire: torch.dtype | None) -> None:
+    """E3 under no_shard: gradients are views of flat buffers, and unused parameters have none."""
     shapes = [(3, 5), (130,), (7,), (2, 2)]
     model = Given(shapes, BF16)
     torch_ext.parallelize(model, policy(BF16, FP32, wire, bucket_size=130), find_unused_parameters=True)
@@ -126,7 +130,7 @@ def test_e3_gradient_life_cycle_of_no_shard(wire: torch.dtype | None, world: int
 
 
 def _equal_dtypes(rank: int, world: int) -> None:
-    """E1: what is equal in dtype is allocated once."""
+    """E1: with equal dtypes nothing may be allocated a second time."""
     model = _parallel("optim", FP32)
     taken: list[Any] = []
     engine = _engine(model)
@@ -143,6 +147,7 @@ def test_e1_equal_dtypes_allocate_nothing_extra() -> None:
 
 
 def _sizes(rank: int, world: int, strategy: str) -> dict[str, int]:
+    """Returns this rank's bytes of states and gradients, and how many elements it steps."""
     model = torch_ext.parallelize(Given([(4096,), (1000,)], BF16), policy(BF16), strategy=strategy)
     optimizer = torch_ext.AdamW(model.parameters())
     model(noise(0, rank, [(4096,), (1000,)], BF16)).backward()
@@ -168,7 +173,7 @@ def test_e2_what_is_sharded(strategy: str) -> None:
 
 
 def _written(rank: int, world: int, strategy: str) -> None:
-    """Statistics that came with the reduction are those of the gradients, and forgotten when somebody writes."""
+    """The norm's statistics that come with the reduction must be those of the gradients; a write drops them."""
     model = _parallel(strategy, BF16, FP32)
     engine = _engine(model)
     params = [p for i, p in enumerate(model.parameters()) if i != 2]
@@ -183,7 +188,7 @@ def _written(rank: int, world: int, strategy: str) -> None:
     assert engine.stats(params) is None
     optimizer.zero_grad()
     model(grads).backward()
-    engine.strategy.stats += 1  # were it used, the norm would be another
+    engine.strategy.stats += 1  # if they were used, the norm would differ
     with torch.no_grad():
         engine.grad(params[0]).mul_(1.0)
     assert torch.equal(known, torch_ext.clip_grad_norm_(optimizer, 1.0))
@@ -197,6 +202,7 @@ def test_norms_that_come_with_the_reduction(strategy: str) -> None:
 
 
 def _weights(rank: int, world: int, strategy: str) -> None:
+    """Weights must be views of flat buffers; a moved one is named; at the end each has its own memory."""
     model = _parallel(strategy, BF16)
     engine = _engine(model)
     optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)
@@ -222,6 +228,7 @@ def test_weights_are_views_and_a_parameter_that_moved_is_named(strategy: str) ->
 
 
 def _channels_last(rank: int, world: int, strategy: str) -> list[Any]:
+    """Trains a channels_last convolution, whose weight must keep its memory format; returns the weight."""
     torch.manual_seed(1)
     convolution = torch.nn.Conv2d(5, 7, 3).to(memory_format=torch.channels_last)
     model = torch_ext.parallelize(torch.nn.Sequential(convolution), policy(), strategy=strategy)
@@ -241,11 +248,11 @@ def test_memory_formats_survive() -> None:
     assert all(answer == found[0][0] for answers in found for answer in answers)
 
 
-# -- the order is learnt ------------------------------------------------------------------------------------------
+# -- the order of gradients is recorded ------------------------------------------------------------------------------
 
 
 class InOrder(torch.nn.Module):
-    """A chain whose gradients come in a given order, and the same numbers whatever it is."""
+    """A chain whose gradients come in a given order, with values that do not depend on it."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -253,13 +260,13 @@ class InOrder(torch.nn.Module):
 
     def forward(self, order: list[int], grads: list[torch.Tensor]) -> torch.Tensor:
         x = torch.ones((), dtype=grads[0].dtype)
-        for i in reversed(order):  # the last of the chain has its gradient first
+        for i in reversed(order):  # the last one in the chain gets its gradient first
             x = x + (self.weights[i] * grads[i]).sum()
         return x
 
 
 def _learns(rank: int, world: int, strategy: str) -> Any:
-    """Rank 0's order is everybody's; the sums are what they would be without."""
+    """The ranks have different orders; rank 0's must be used by all, and sums must not depend on it."""
     orders = [[2, 4, 0, 3, 1], [4, 3, 2, 1, 0]]
     shapes = [(200,)] * 5
     model = torch_ext.parallelize(InOrder(BF16), policy(BF16, FP32, bucket_size=1), strategy=strategy)
@@ -301,11 +308,11 @@ def test_buckets_follow_the_order_in_which_gradients_came_on_rank_0() -> None:
     assert weights[1] == weights[2]
 
 
-# -- memory on the way --------------------------------------------------------------------------------------------
+# -- memory of buckets in flight -------------------------------------------------------------------------------------
 
 
 def _slow(rank: int, world: int, strategy: str, joined: bool) -> int:
-    """How many buckets in the wire's dtype there were at a time, when sums take longer than backward."""
+    """Returns the largest number of buckets in the wire's dtype at a time, when sums take longer than backward."""
     if joined:
         internals.join_pairs()
     model = torch_ext.parallelize(

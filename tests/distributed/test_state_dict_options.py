@@ -1,6 +1,6 @@
-"""get_ and set_optimizer_state_dict with each of their options: whatever torch.optim.AdamW loads by them, ours does.
+"""get_ and set_optimizer_state_dict with each of their options: ours must load whatever torch.optim.AdamW can.
 
-The table is made: savers, loaders, strategies and options, each with each. torch.optim.AdamW goes first in all of them.
+The table has all combinations of savers, loaders, strategies and options. torch.optim.AdamW is tried first in each.
 """
 
 import copy
@@ -25,8 +25,8 @@ import torch_ext
 SHAPES: list[Any] = [(3, 5), (129,), (4, 2, 3)]
 STRATEGIES = ["no group", "no_shard", "optim", "optim_grads", "FSDP2"]
 LOADERS = ["fresh", "with gradients", "stepped"]
-# torch refuses broadcast_from_rank0 without full_state_dict, and cannot load what it flattened with full_state_dict.
-# cpu_offload is without effect on tensors on the CPU, but takes another way through torch.
+# torch rejects broadcast_from_rank0 without full_state_dict, and cannot load a full_state_dict that it flattened.
+# cpu_offload does nothing to tensors on the CPU, but takes another path in torch.
 WAYS = [
     {"full_state_dict": full, "cpu_offload": cpu, "flatten_optimizer_state_dict": flat, "broadcast_from_rank0": all_}
     for full, cpu, flat, all_ in itertools.product((False, True), repeat=4)
@@ -34,7 +34,8 @@ WAYS = [
 ]
 
 
-def _made(kind: str, strategy: str, seed: int, dtype: torch.dtype) -> tuple[Any, Any]:
+def _build(kind: str, strategy: str, seed: int, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Returns a model and our optimizer or torch's. kind: "torch" or "ours"."""
     model: Any = Given(SHAPES, dtype)
     weights = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -58,6 +59,7 @@ def _step(model: Any, optimizer: Any, which: range, dtype: torch.dtype) -> None:
 
 
 def _whole(optimizer: Any) -> list[bytes]:
+    """Returns the bits of the whole state, on every rank."""
     if isinstance(optimizer, torch_ext.AdamW):
         state = optimizer.consolidate_state_dict(to=None)["state"]
         optimizer.state_dict()
@@ -68,8 +70,8 @@ def _whole(optimizer: Any) -> list[bytes]:
 
 
 def _saved(kind: str, strategy: str, way: dict[str, bool], dtype: torch.dtype) -> tuple[Any, list[bytes]]:
-    """What rank 0 gets where only rank 0 gets it (full_state_dict with cpu_offload); and what is in it."""
-    model, optimizer = _made(kind, strategy, 7, dtype)
+    """Returns the saved state and its bits. full_state_dict: rank 0's, which is the only one with cpu_offload."""
+    model, optimizer = _build(kind, strategy, 7, dtype)
     _step(model, optimizer, range(3), dtype)
     expected = _whole(optimizer)
     found: Any
@@ -89,8 +91,8 @@ def _saved(kind: str, strategy: str, way: dict[str, bool], dtype: torch.dtype) -
 def _loads(
     source: tuple[Any, list[bytes]], kind: str, strategy: str, how: str, way: dict[str, bool], dtype: Any
 ) -> str:
-    """ "loads", or what happens instead."""
-    model, optimizer = _made(kind, strategy, 8, dtype)
+    """Loads the state. Returns "loads", or what happens instead."""
+    model, optimizer = _build(kind, strategy, 8, dtype)
     if how == "stepped":
         _step(model, optimizer, range(5, 6), dtype)
     if how == "with gradients":
@@ -106,7 +108,7 @@ def _loads(
 
 
 def _table(rank: int, world: int, strategy: str, dtype: torch.dtype) -> dict[str, tuple[str, str]]:
-    """By case: what torch.optim.AdamW does, what ours does."""
+    """Returns by case what torch.optim.AdamW does and what ours does."""
     found: dict[str, tuple[str, str]] = {}
     theirs_under = "FSDP2" if strategy == "FSDP2" else "no group"
     for way in WAYS:
@@ -116,15 +118,15 @@ def _table(rank: int, world: int, strategy: str, dtype: torch.dtype) -> dict[str
             as_torch = _loads(theirs, "torch", theirs_under, how, way, dtype)
             for saver, source in (("torch", theirs), ("ours", ours)):
                 if saver == "torch" and dtype == BF16:
-                    continue  # ours has masters beside what was saved: test_checkpoint_from_torch
+                    continue  # ours needs masters that were not saved: test_checkpoint_from_torch
                 refused = source[0] if isinstance(source[0], str) else None
                 as_ours = refused or _loads(source, "ours", strategy, how, way, dtype)
                 found[f"from {saver}, {how}, {options}"] = as_torch, as_ours
     return found
 
 
-_TORCHS_KEYS = "KeyError: 'param_groups.p0."  # of options of ours, that torch looks for among those that it flattened
-# The strategies under which states are cut, and both kinds of tensors, in the dtype that has masters, too.
+_TORCHS_KEYS = "KeyError: 'param_groups.p0."  # torch looks for our options among the keys that it flattened
+# Strategies that shard states, and both kinds of tensors, also in bf16, which has masters.
 CASES = [*((strategy, FP32) for strategy in STRATEGIES), ("no group", BF16), ("optim_grads", BF16), ("FSDP2", BF16)]
 
 
@@ -144,16 +146,17 @@ def test_ours_loads_by_every_option_by_which_torchs_does(strategy: str, dtype: t
 
 
 def _fresh(rank: int, world: int) -> None:
-    """What torch does first to an optimizer without state: it steps by gradients of zero unless there is something."""
+    """torch steps an optimizer without state once, with zero gradients. To avoid that, `optimizer.state` creates the
+    state."""
     for strategy in ("no_shard", "optim", "optim_grads", "FSDP2"):
-        model, optimizer = _made("ours", strategy, 8, BF16)
+        model, optimizer = _build("ours", strategy, 8, BF16)
         before = bits([p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()])
         assert optimizer.state
         assert bits([p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]) == before
         assert all(float(entry["step"]) == 0 and "exp_avg" in entry for entry in optimizer.state.values())
         assert all(p.grad is None for p in model.parameters())
         _step(model, optimizer, range(1), BF16)
-        other_model, other = _made("ours", strategy, 8, BF16)
+        other_model, other = _build("ours", strategy, 8, BF16)
         _step(other_model, other, range(1), BF16)
         assert _whole(other) == _whole(optimizer)
 

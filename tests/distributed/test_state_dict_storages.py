@@ -1,5 +1,5 @@
-"""What others do with a state_dict of a parallelized model or its optimizer: each tensor is the weight, and is
-alone."""
+"""state_dict() of a parallelized model or its optimizer, as other code uses it: each tensor must be the weight itself,
+in a storage without other tensors."""
 
 import io
 from typing import Any
@@ -15,6 +15,8 @@ SHARDED = ["optim", "optim_grads"]
 
 
 class Tied(torch.nn.Module):
+    """Has tied weights, a channels_last convolution, a scalar, an empty parameter and a buffer."""
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = torch.nn.Linear(12, 12), torch.nn.Linear(12, 12)
@@ -25,6 +27,7 @@ class Tied(torch.nn.Module):
 
 
 def _storages(rank: int, world: int) -> None:
+    """Each tensor of the model's state_dict() must be the weight itself, in a storage of its own size."""
     for strategy in SHARDED:
         inner = torch_ext.parallelize(Tied().to(BF16), policy(BF16, bucket_size=1), strategy=strategy)
         for model, prefix in ((inner, ""), (torch.nn.Sequential(inner), "0.")):
@@ -38,7 +41,7 @@ def _storages(rank: int, world: int) -> None:
                 assert value.untyped_storage().nbytes() == value.nbytes, "nothing else is saved with it"
                 assert value.shape == param.shape and value.stride() == param.stride() and value.dtype == BF16
                 assert not value.requires_grad
-                value.fill_(3.0)  # as an average, or torch.distributed.checkpoint, writes to it
+                value.fill_(3.0)  # as an averaging loop, or torch.distributed.checkpoint, would
                 assert (param == 3.0).all()
             assert model.state_dict(keep_vars=True)[prefix + "first.weight"] is inner.first.weight
             file = io.BytesIO()
@@ -53,11 +56,11 @@ def test_tensors_of_a_models_state_dict_have_storages_of_their_own() -> None:
 
 
 def _held(rank: int, world: int) -> None:
-    """Memory that somebody still has must not go away under him."""
+    """Memory that other code still holds must not be freed by offload."""
     for strategy in SHARDED:
         model = torch_ext.parallelize(Given([(40, 10), (5,)], BF16), policy(BF16, bucket_size=1), strategy=strategy)
         held: Any = model.state_dict()["p0"]
-        view, held = held[3], None  # the tensor is gone, the storage is not
+        view, held = held[3], None  # the tensor is gone, its storage is not
         with pytest.raises(RuntimeError, match=r"offload while a state_dict\(\) .* is held"):
             torch_ext.offload(model)
         assert (view == 0).all()
@@ -71,8 +74,7 @@ def test_B4_weights_are_not_offloaded_under_a_state_dict() -> None:
 
 
 def _handed_out(rank: int, world: int) -> None:
-    """ZeroRedundancyOptimizer's order of calls, which Lightning knows: consolidate everywhere, state_dict on one
-    rank."""
+    """ZeroRedundancyOptimizer's order of calls, which Lightning uses: all ranks consolidate, one calls state_dict."""
     for strategy in SHARDED:
         model = torch_ext.parallelize(Given([(40, 10), (5,)], BF16), policy(BF16, bucket_size=1), strategy=strategy)
         optimizer = torch_ext.AdamW(model.named_parameters(), lr=0.1)
@@ -94,6 +96,7 @@ def _handed_out(rank: int, world: int) -> None:
 
 
 def _is_cut(optimizer: Any) -> bool:
+    """Whether state_dict() has sharded moments."""
     moments = optimizer.state_dict()["state"][0]
     return not all(type(moments[key]) is torch.Tensor for key in ("exp_avg", "exp_avg_sq"))
 

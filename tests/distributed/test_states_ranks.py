@@ -1,5 +1,5 @@
-"""`states`, `keep_32bit` and `min_8bit_size` where the states are cut over the ranks: the same kinds and bits as in one
-process, checkpoints between strategies, and ranks that keep different kinds are told."""
+"""`states`, `keep_32bit` and `min_8bit_size` with sharded states: the same kinds and bits as in one process,
+checkpoints that move between strategies, and an error if ranks keep different kinds."""
 
 import io
 from typing import Any
@@ -21,7 +21,7 @@ MIN = 130
 
 
 class Layers(nn.Module):
-    """One parameter in each of its modules, with the name that it has in Given."""
+    """Given inside of another module, so that its parameters' names have a prefix."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,8 @@ class Layers(nn.Module):
         return self.given(grads)  # type: ignore[no-any-return]
 
 
-def _made(strategy: str | None, **options: Any) -> tuple[Any, Any]:
+def _build(strategy: str | None, **options: Any) -> tuple[Any, Any]:
+    """Returns a model and its optimizer with 8-bit states and some in 32 bits. strategy: None: one process."""
     policy = torch_ext.load_policy(
         BF16, override_optimizer_config={"main_grads_dtype": FP32}, override_ddp_config={"grad_comm_dtype": FP32}
     )
@@ -48,12 +49,13 @@ def _made(strategy: str | None, **options: Any) -> tuple[Any, Any]:
 
 def _steps(model: Any, optimizer: Any, steps: range) -> None:
     for step in steps:
-        model(noise(step, 0, SHAPES, BF16)).backward()  # the same on every rank: the mean is, too, in any world
+        model(noise(step, 0, SHAPES, BF16)).backward()  # the same on every rank, so the mean is the same in any world
         optimizer.step()
         optimizer.zero_grad()
 
 
 def _kinds(optimizer: Any) -> list[torch.dtype]:
+    """Returns the dtype of each parameter's exp_avg."""
     return [optimizer.state[p]["exp_avg"].dtype for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -62,7 +64,8 @@ def _whole(optimizer: Any) -> list[torch.Tensor]:
 
 
 def _trained(rank: int, world: int, strategy: str) -> tuple[list[torch.dtype], list[bytes], bytes]:
-    model, optimizer = _made(strategy)
+    """Returns kinds, bits and a saved checkpoint after three steps."""
+    model, optimizer = _build(strategy)
     _steps(model, optimizer, range(3))
     kinds, file = _kinds(optimizer), io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.consolidate_state_dict(to=None)}, file)
@@ -70,7 +73,8 @@ def _trained(rank: int, world: int, strategy: str) -> tuple[list[torch.dtype], l
 
 
 def _alone() -> tuple[list[torch.dtype], list[bytes]]:
-    model, optimizer = _made(None)
+    """Returns kinds and bits of one process after three steps."""
+    model, optimizer = _build(None)
     for step in range(3):
         grads = noise(step, 0, SHAPES, BF16)
         for p, grad in zip(model.parameters(), grads, strict=True):
@@ -88,7 +92,8 @@ def test_each_strategy_keeps_and_trains_what_one_process_does() -> None:
 
 
 def _resumed(rank: int, world: int, strategy: str, saved: bytes) -> list[bytes]:
-    model, optimizer = _made(strategy)
+    """Resumes from the checkpoint and returns the bits after two more steps."""
+    model, optimizer = _build(strategy)
     checkpoint = torch.load(io.BytesIO(saved), weights_only=True)
     optimizer.load_state_dict(checkpoint["optimizer"])
     model.load_state_dict(checkpoint["model"])
@@ -103,11 +108,12 @@ def test_a_checkpoint_moves_between_strategies() -> None:
 
 
 def _full(rank: int, world: int) -> tuple[list[torch.dtype], list[bytes]]:
-    """FSDP2: a shard of a few elements of a parameter that is not small."""
-    model, optimizer = _made(FULL)
+    """FSDP2, where a shard may have few elements of a parameter that is not small. The state must load into a new
+    one."""
+    model, optimizer = _build(FULL)
     _steps(model, optimizer, range(2))
     whole = optimizer.consolidate_state_dict(to=None)
-    again, fresh = _made(FULL)
+    again, fresh = _build(FULL)
     fresh.load_state_dict(whole)
     for p, q in zip(again.parameters(), model.parameters(), strict=True):
         p.data.copy_(q.data)
@@ -124,7 +130,8 @@ def test_full_sharding_counts_the_elements_of_whole_parameters() -> None:
 
 
 def _taken_along(rank: int, world: int) -> list[torch.dtype]:
-    model, optimizer = _made("optim")
+    """States must keep their kinds under another strategy; a policy that asks for other kinds must be rejected."""
+    model, optimizer = _build("optim")
     _steps(model, optimizer, range(1))
     policy = torch_ext.load_policy(BF16, override_optimizer_config={"main_grads_dtype": FP32})
     torch_ext.parallelize(model, optimizer.policy, strategy="optim_grads", optimizer=optimizer)
@@ -155,9 +162,10 @@ def _local(model: Any) -> list[bytes]:
 
 
 def _differing(rank: int, world: int, strategy: str) -> dict[str, str]:
+    """Rank 1 has other options; returns the errors of step(), which must change nothing."""
     told = {}
     for case, (options, _) in DIFFERING.items():
-        model, optimizer = _made(strategy, **(options if rank == 1 else {}))
+        model, optimizer = _build(strategy, **(options if rank == 1 else {}))
         before = _local(model)
         model(noise(0, 0, SHAPES, BF16)).backward()
         with pytest.raises(RuntimeError) as raised:

@@ -1,4 +1,4 @@
-"""step_in_backward: each bucket is stepped as soon as its sum is there, with the bits of a step at the end."""
+"""step_in_backward: each bucket is stepped as soon as its sum is there. The bits must be those of a step at the end."""
 
 import copy
 import gc
@@ -26,7 +26,8 @@ def _policy(early: bool, **options: Any) -> Any:
     )
 
 
-def _made(strategy: str, early: bool, **optimizer: Any) -> tuple[Any, Any]:
+def _build(strategy: str, early: bool, **optimizer: Any) -> tuple[Any, Any]:
+    """Returns the model and its optimizer with two groups. early: step_in_backward."""
     torch.manual_seed(7)
     model: Any = Given(SHAPES, BF16)
     with torch.no_grad():
@@ -39,8 +40,9 @@ def _made(strategy: str, early: bool, **optimizer: Any) -> tuple[Any, Any]:
 
 
 def _trained(rank: int, strategy: str, early: bool, microbatches: int) -> tuple[list[bytes], list[float]]:
-    """Weights after four steps under a schedule, and how much of a weight had changed when backward returned."""
-    model, optimizer = _made(strategy, early)
+    """Returns the weights after four steps under a schedule, and after each backward the fraction of this rank's
+    parameters that had changed."""
+    model, optimizer = _build(strategy, early)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     changed: list[list[bool]] = []
     for step in range(4):
@@ -61,6 +63,7 @@ def _trained(rank: int, strategy: str, early: bool, microbatches: int) -> tuple[
 
 
 def _compared(rank: int, world: int, strategy: str, joined: bool) -> None:
+    """Weights must be those of steps at the end, although many are stepped before backward returns."""
     for microbatches in (1, 2):
         late, _ = _trained(rank, strategy, False, microbatches)
         with pytest.MonkeyPatch.context() as patch:
@@ -78,15 +81,15 @@ def test_bits_of_a_step_in_backward(strategy: str, joined: bool) -> None:
 
 
 def _beside_others(rank: int, world: int, begins: bool) -> None:
-    """Another model begins or ends between a backward that stepped and step(): that is nothing to this one."""
+    """Another model is created or dropped between a backward that stepped and step(); it must change nothing."""
     weights = []
     for early in (True, False):
-        model, optimizer = _made("optim", early)
+        model, optimizer = _build("optim", early)
         for step in range(4):
-            others = [] if begins else [_made("no_shard", False)]
+            others = [] if begins else [_build("no_shard", False)]
             _backward(model, rank, step)
             if begins:
-                others.append(_made("no_shard", False))
+                others.append(_build("no_shard", False))
             others.clear()
             gc.collect()
             assert optimizer.stepped_in_backward() == (early and step > 0), "states are made by the first step()"
@@ -106,9 +109,10 @@ def _backward(model: Any, rank: int, step: int = 0) -> None:
 
 
 def _wrong(rank: int, world: int) -> None:
-    model, optimizer = _made("optim", True)
+    """Clipping, and a second backward, must raise after a backward that stepped."""
+    model, optimizer = _build("optim", True)
     _backward(model, rank)
-    torch_ext.clip_grad_norm_(optimizer, 1.0)  # nothing was applied yet
+    torch_ext.clip_grad_norm_(optimizer, 1.0)  # legal, as the first backward steps nothing
     optimizer.step()
     optimizer.zero_grad()
     _backward(model, rank)
@@ -119,14 +123,14 @@ def _wrong(rank: int, world: int) -> None:
 
 
 def _left_out(rank: int, world: int) -> None:
-    """zero_grad() in place of step(): every rank has the weights that were stepped."""
-    model, optimizer = _made("optim", True)
+    """Calls zero_grad() instead of step(): every rank must have the stepped weights."""
+    model, optimizer = _build("optim", True)
     for step in range(2):
         _backward(model, rank, step)
         if step == 0:
             optimizer.step()
         optimizer.zero_grad()
-    other, late = _made("optim", False)
+    other, late = _build("optim", False)
     for step in range(2):
         _backward(other, rank, step)
         late.step()
@@ -135,7 +139,8 @@ def _left_out(rank: int, world: int) -> None:
 
 
 def _skips(rank: int, world: int) -> None:
-    model, optimizer = _made("optim", True, skip_nonfinite=True)
+    """With skip_nonfinite=True a backward would step before it is known whether to skip, and must raise."""
+    model, optimizer = _build("optim", True, skip_nonfinite=True)
     _backward(model, rank)
     optimizer.step()
     optimizer.zero_grad()
@@ -144,8 +149,8 @@ def _skips(rank: int, world: int) -> None:
 
 
 def _raises(rank: int, world: int) -> None:
-    """A backward that raises after buckets were stepped leaves weights that nobody can go on with: it is said."""
-    model, optimizer = _made("optim", True)
+    """A backward that raises after it has stepped some buckets leaves weights of two steps: later calls must say so."""
+    model, optimizer = _build("optim", True)
     for step in range(2):
         _backward(model, rank, step)
         optimizer.step()
@@ -154,7 +159,7 @@ def _raises(rank: int, world: int) -> None:
     def fail(grad: torch.Tensor) -> None:
         raise ZeroDivisionError
 
-    model.p0.register_hook(fail)  # whose gradient comes last
+    model.p0.register_hook(fail)  # p0's gradient comes last
     with pytest.raises(ZeroDivisionError):
         _backward(model, rank, 2)
     for go_on in (optimizer.step, lambda: _backward(model, rank, 3)):
@@ -163,9 +168,9 @@ def _raises(rank: int, world: int) -> None:
 
 
 def _under_no_sync(rank: int, world: int) -> None:
-    """What comes after a backward that stepped would be passed over, or find weights that are stepped in parts."""
+    """After a backward that stepped, gradients under no_sync would be lost, or be those of partly stepped weights."""
     for strategy in ("optim", "optim_grads"):
-        model, optimizer = _made(strategy, True)
+        model, optimizer = _build(strategy, True)
         _backward(model, rank)
         optimizer.step()
         optimizer.zero_grad()
@@ -175,7 +180,7 @@ def _under_no_sync(rank: int, world: int) -> None:
 
 
 def _parts_on_the_host(rank: int, world: int) -> None:
-    """A rank all of whose parts are stepped on the host, where another's are not: both do and are told the same."""
+    """One rank steps all of its parts on the host and the other does not. Both must get the same errors."""
     for what in ("zero_grad", "backward", "clip_grad_norm_"):
         model: Any = torch_ext.parallelize(
             Given([(100,), (300,)]), torch_ext.load_policy(FP32, override_ddp_config=EARLY), strategy="optim"
@@ -197,7 +202,7 @@ def _parts_on_the_host(rank: int, world: int) -> None:
 
 
 def _late_lane(rank: int, world: int) -> None:
-    """All ranks raised alike, and one of them had not stepped yet when it is asked."""
+    """All ranks raise at the same place, and one of them has not stepped its buckets yet when the others ask."""
     model, optimizer = _stepped_in_part(rank, late=0.4 if rank == 1 else 0.0)
     begin = time.monotonic()
     optimizer.zero_grad()
@@ -207,7 +212,7 @@ def _late_lane(rank: int, world: int) -> None:
 
 
 def _again(rank: int, world: int) -> None:
-    """A second parallelize would make rank 0's weights those of all, partly stepped as they are."""
+    """A second parallelize would broadcast rank 0's weights although they are partly stepped, and must warn, once."""
     model, optimizer = _stepped_in_part(rank)
     del optimizer
     gc.collect()
@@ -220,8 +225,8 @@ def _again(rank: int, world: int) -> None:
 
 
 def _stepped_in_part(rank: int, late: float = 0.0) -> tuple[Any, Any]:
-    """After a backward that raised in its last gradient."""
-    model, optimizer = _made("optim", True)
+    """Returns a model and its optimizer after a backward that raised at its last gradient."""
+    model, optimizer = _build("optim", True)
     for step in range(2):
         _backward(model, rank, step)
         optimizer.step()
@@ -258,8 +263,8 @@ def test_what_comes_too_late(body: Any) -> None:
 
 
 def _lost(rank: int, world: int) -> None:
-    """After a backward that a rank left when some buckets had been stepped: zero_grad() waits for nobody."""
-    model, optimizer = _made("optim", True)
+    """Rank 1 leaves a backward in which some buckets were stepped; rank 0's zero_grad() must not wait for it."""
+    model, optimizer = _build("optim", True)
     for step in range(2):
         _backward(model, rank, step)
         optimizer.step()
@@ -304,15 +309,15 @@ def test_what_would_have_to_be_known_before() -> None:
     ranks.run(1, _refuses)
 
 
-# -- the optimizer's own argument --------------------------------------------------------------------------------------
+# -- the optimizer's argument step_in_backward -----------------------------------------------------------------------
 
 
 def _argument(rank: int, world: int) -> None:
-    """Of a model whose gradients are reduced the policy decides: the argument says the same, or is refused."""
+    """For a reduced model the policy decides; the optimizer's argument must agree with it or be rejected."""
     for strategy, early in (("optim", True), ("optim", False), ("optim_grads", True), ("no_shard", False)):
-        model, optimizer = _made(strategy, early, step_in_backward=True)
+        model, optimizer = _build(strategy, early, step_in_backward=True)
         if early:
-            other, late = _made(strategy, False)
+            other, late = _build(strategy, False)
             for step in range(3):
                 for each, by in ((model, optimizer), (other, late)):
                     _backward(each, rank, step)
@@ -342,9 +347,9 @@ def test_the_argument_of_an_optimizer_beside_a_policy() -> None:
 
 
 def _between(rank: int, world: int) -> None:
-    """What would make another plan is refused by name, and training goes on as if nobody had asked."""
+    """Calls that would change the plan must be rejected by name, and training must go on as without them."""
     for strategy in ("optim", "optim_grads"):
-        (model, optimizer), (plain, other) = (_made(strategy, True, ema_decay=0.9) for _ in range(2))
+        (model, optimizer), (plain, other) = (_build(strategy, True, ema_decay=0.9) for _ in range(2))
         for step in range(4):
             for each, by in ((model, optimizer), (plain, other)):
                 _backward(each, rank, step)
@@ -359,8 +364,8 @@ def _between(rank: int, world: int) -> None:
 
 
 def _loads_between(rank: int, world: int, then: str) -> None:
-    """What is loaded there would be stepped once more by the gradients that backward applied already."""
-    model, optimizer = _made("optim", True)
+    """A state loaded there would be stepped again, by gradients that backward has already applied."""
+    model, optimizer = _build("optim", True)
     counts, saved = [], {}
     for step in range(5):
         _backward(model, rank, step)
@@ -391,15 +396,15 @@ def test_what_is_refused_between_backward_and_step() -> None:
 
 
 def _dropped(rank: int, world: int) -> None:
-    """What backward stepped is kept where gradients are dropped: a step, and published as one."""
-    model, optimizer = _made("optim", True)
+    """zero_grad() after a backward that stepped keeps the step; a publisher must publish it."""
+    model, optimizer = _build("optim", True)
     publisher = torch_ext.WeightPublisher(model, optimizer)
     engine = {name: p.detach().clone() for name, p in model.named_parameters()}
     subscriber = torch_ext.WeightSubscriber(engine)
     for step in range(6):
         _backward(model, rank, 2 * step)
         if step == 0:
-            optimizer.step()  # which makes states: only later ones are stepped in backward
+            optimizer.step()  # creates states; only later backwards step
         assert optimizer.stepped_in_backward() == (step > 0)
         optimizer.zero_grad()
         _backward(model, rank, 2 * step + 1)

@@ -1,4 +1,4 @@
-"""Sharded strategies: what lies where (E2, E3), the exact numbers (E4, E5), the step, and equal results (bits)."""
+"""Sharded strategies: which elements are where (E2, E3), exact numbers (E4, E5), the step, and equal bits."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ DTYPES = [
 
 
 class Quarters(torch.nn.Module):
-    """Four numbers, the first and last pair in shards of different ranks (of two)."""
+    """Four numbers; with two ranks the first two are in rank 0's shard and the last two in rank 1's."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -42,13 +42,14 @@ class Quarters(torch.nn.Module):
 
 
 def _shard_of(model: Any) -> list[float]:
-    """The two numbers that this rank's optimizer reads."""
+    """Returns the two numbers that this rank's optimizer reads."""
     grad = gradient(model, model.p0)
     assert grad is not None and grad.numel() == 128 and not grad[2:].any()
     return grad[:2].tolist()
 
 
 def _microbatches(rank: int, world: int, strategy: str, dtypes: Any, factor: float | None, how: str) -> Any:
+    """Runs the micro-batches A, or A and B, in one of several ways; returns this rank's gradient."""
     model = Quarters(dtypes[0])
     torch_ext.parallelize(model, policy(*dtypes), strategy=strategy, gradient_divide_factor=factor)
     a, b = list(A[rank]), list(B[rank])
@@ -90,7 +91,7 @@ def test_e4_e5_the_exact_numbers(strategy: str, how: str, mean: list[float], tot
 
 # -- equal results ------------------------------------------------------------------------------------------------
 
-# Empty, smaller than a block, not a multiple of one, larger than a bucket, two-dimensional.
+# Empty, smaller than a block, not a multiple of a block, larger than a bucket, two-dimensional.
 SHAPES: list[Any] = [(3, 5), (700,), (0,), (129,), (16, 130), (1,), (64, 4)]
 POLICIES: dict[str, Any] = {
     "fp32": {"param": FP32},
@@ -102,6 +103,7 @@ POLICIES: dict[str, Any] = {
 
 
 def _policy(name: str, bucket_size: int | None, **optimizer: Any) -> Any:
+    """Returns the policy of POLICIES; optimizer: more overrides."""
     options = dict(POLICIES[name])
     param, main, wire = options.pop("param"), options.pop("main", None), options.pop("wire", None)
     ddp: dict[str, Any] = {"bucket_size": bucket_size}
@@ -122,7 +124,8 @@ def _model(dtype: torch.dtype) -> Any:
 
 
 def _trained(rank: int, how: dict[str, Any]) -> tuple[list[bytes], list[float]]:
-    """Weights and norms after four steps with groups, clipping and a gradient that is missing in one of them."""
+    """Returns weights and norms after four steps with two groups and clipping. In the second step a gradient is
+    missing."""
     chosen = _policy(how["policy"], how.get("bucket_size"), **how.get("optimizer", {}))
     model = _model(chosen.param_dtype)
     torch_ext.parallelize(model, chosen, strategy=how["strategy"], find_unused_parameters=True)
@@ -150,6 +153,7 @@ def _all_trained(rank: int, world: int, hows: list[dict[str, Any]]) -> list[Any]
 
 
 def _compare(world: int, hows: list[dict[str, Any]]) -> None:
+    """All ways must have the same weights and norms, on every rank."""
     by_rank = ranks.run(world, _all_trained, hows)
     for answers in by_rank:
         for how, (weights, norms) in zip(hows, answers, strict=True):

@@ -1,6 +1,5 @@
-"""The exchange over streams: every read of memory that travels is ordered after its write, every reuse after its last
-read, and the bits are those of the exchange over gloo. The device is pretended (happens_before.py). FSDP2:
-test_streams_fsdp2.py."""
+"""The exchange over streams: every read of a message's memory must be ordered after the write, every reuse after the
+last read, and the bits must be gloo's. The device is pretended (happens_before.py). FSDP2: test_streams_fsdp2.py."""
 
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch_ext.comm.wire import WireBuffer, reduce_chunks
 
 
 def _ordered(rank: int, world: int, strategy: str) -> None:
+    """Trains with each dtype over the pretended device."""
     for name, dtypes in DTYPES.items():
         expected = trained(rank, strategy, dtypes)
         streams = FakeStreams()
@@ -39,10 +39,12 @@ def _nothing(*_args: Any) -> None:
 
 
 def _without(monkeypatch: Any, cls: Any, name: str) -> None:
+    """Makes a method do nothing."""
     monkeypatch.setattr(cls, name, _nothing)
 
 
 def _slots_at_once(monkeypatch: Any) -> None:
+    """Takes slots without waiting for their last use."""
     take = comm_streams.Slots.take
 
     def early(self: Any, role: str, nbytes: int) -> Any:
@@ -54,7 +56,7 @@ def _slots_at_once(monkeypatch: Any) -> None:
 
 
 def _forgetful(monkeypatch: Any) -> None:
-    """What was packed is dropped before it is known to have been packed."""
+    """Drops the gradients before the stream that packs them is known to be done."""
     made = collectives._Reduction.__init__
 
     def init(self: Any, *args: Any) -> None:
@@ -64,7 +66,7 @@ def _forgetful(monkeypatch: Any) -> None:
     monkeypatch.setattr(collectives._Reduction, "__init__", init)
 
 
-# What is left out -> what the checker then says.
+# By what is left out: (a function that leaves it out, what the checker must then report).
 BROKEN = {
     "a bucket leaves at once": (lambda m: _without(m, comm_streams.Ordering, "_wait_for_producers"), "does not follow"),
     "a slot is used again at once": (_slots_at_once, "does not follow"),
@@ -79,6 +81,7 @@ BROKEN = {
 
 
 def _broken(rank: int, world: int) -> dict[str, list[str]]:
+    """Returns the races with each of BROKEN."""
     found = {}
     for name, (breaks, _) in BROKEN.items():
         streams = FakeStreams()
@@ -96,7 +99,7 @@ def test_what_is_left_out_is_noticed() -> None:
 
 
 def _writers(rank: int, world: int, told: bool) -> list[str]:
-    """Two streams write into a bucket that a third one sends."""
+    """Two streams write into a bucket that a third one sends. told: whether the exchange is told of the writers."""
     streams = FakeStreams()
     with happens_before.pretended(streams):
         exchange = factory.make_communicator(dist.group.WORLD, torch.device("cpu"))
@@ -129,7 +132,7 @@ def test_a_bucket_waits_for_every_stream_that_wrote_into_it() -> None:
 
 
 def _reports(rank: int, world: int) -> None:
-    """Beside groups that have no back end for the host, the halves of the world and all of it."""
+    """Groups with no back end for the host need one more group for reports: here the world and its two halves."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     factory.backend = collectives.backend = lambda group, device: "nccl"
     for group, members in ((dist.group.WORLD, [0, 1, 2, 3]), (groups[rank % 2], [rank % 2, rank % 2 + 2])):

@@ -1,5 +1,5 @@
-"""FSDP2 over streams: torch's own code runs over a pretended device (happens_before.py), with this library's exchange
-in it. Every access is ordered, memory goes back to a stream that knows who used it, and the bits are those of gloo."""
+"""FSDP2 over streams: torch's own code over a pretended device (happens_before.py), with our exchange in it. Every
+access must be ordered, memory must go back to a stream that waits for its last use, and the bits must be gloo's."""
 
 import random
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from torch_ext.parallel.fsdp import fsdp_comm
 
 
 class Net(torch.nn.Module):
-    """Blocks and a parameter of its own; `model(grads).backward()` gives the parameters these gradients."""
+    """Blocks and a parameter of its own; `model(grads).backward()` sets the gradients to `grads`."""
 
     def __init__(self, blocks: Sequence[Sequence[Any]], own: Any, dtype: torch.dtype) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Net(torch.nn.Module):
                 p.fill_(0.5 + i)
 
     def forward(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """grads: of the own parameter, then of the blocks'."""
+        """grads: of the own parameter first, then of the blocks' parameters."""
         x, at = torch.zeros((), requires_grad=True), 1
         for block, size in zip(self.blocks, self.sizes, strict=True):
             x = block(x, grads[at : at + size])
@@ -42,7 +42,7 @@ class Net(torch.nn.Module):
 
 
 class Case(NamedTuple):
-    """A model and how FSDP2 is told to shard it; the user's own fully_shard, unless `ours`."""
+    """A model and the settings of FSDP2. The test calls fully_shard itself, unless `ours`: then parallelize does."""
 
     blocks: list[list[Any]]
     dtypes: Any
@@ -58,10 +58,11 @@ class Case(NamedTuple):
     clips: bool = True
     backward_reshards: bool = True
     apart: bool = False
-    """All-gathers have a group of their own."""
+    """Whether all-gathers have a process group of their own."""
 
 
 def _model(case: Case, chosen: Any) -> Any:
+    """Returns the case's model, sharded and parallelized."""
     model: Any = Net(case.blocks, (3,), case.dtypes[0])
     if not case.ours:
         mesh = init_device_mesh("cpu", case.mesh, mesh_dim_names=("replicate", "shard")[-len(case.mesh) :])
@@ -75,7 +76,7 @@ def _model(case: Case, chosen: Any) -> Any:
 
 
 def trained(rank: int, case: Case) -> list[bytes]:
-    """The weights after the case's steps."""
+    """Returns the weights after the case's steps."""
     chosen = policy(
         *case.dtypes, bucket_size=300, check_for_nan_in_grad=case.check_for_nan, create_all_gather_group=case.apart
     )
@@ -96,6 +97,7 @@ def trained(rank: int, case: Case) -> list[bytes]:
 
 
 def _found(rank: int, world: int, cases: dict[str, Case]) -> dict[str, list[str]]:
+    """Trains each case with and without the pretended device. Returns the races."""
     found = {}
     for name, case in cases.items():
         expected = trained(rank, case)
@@ -113,7 +115,7 @@ def _check(cases: dict[str, Case], **limits: float) -> None:
         assert {name: races[:4] for name, races in found.items() if races} == {}
 
 
-# The first three found that the computation's memory was handed out again before it was sent.
+# The first three seeds once found that memory of the compute stream was allocated again before it had been sent.
 SEEDS = (14, 16, 28, *range(9))
 _SIX: list[list[Any]] = [[(64, 5), (7,)]] * 6
 
@@ -132,6 +134,7 @@ def test_memory_that_travels_as_fsdp2_allocated_it_is_not_reused_too_early() -> 
 
 
 def _random_case(seed: int) -> Case:
+    """Draws a case."""
     rng = random.Random(seed)
     shapes = [(64, 5), (7,), (1,), (5, 3), (130,), (2, 3, 4), (700,)]
     dtypes = rng.choice(list(DTYPES.values()))
@@ -157,14 +160,16 @@ def test_random_models_and_settings() -> None:
 
 
 def _never_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reductions no longer record on which stream FSDP2 allocated their input."""
     monkeypatch.setattr(fsdp_comm.ReduceScatter, "allocate", fsdp_comm._Comm.allocate)
 
 
 def _without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Removes the wait for gathered weights."""
     monkeypatch.setattr(fsdp_comm.Gathering, "wait", lambda self, timeout=None: True)
 
 
-# What is left out -> what the checker then says.
+# By what is left out: (a function that leaves it out, what the checker must then report).
 BROKEN = {
     "which stream allocated": (_never_told, "memory of compute is handed out again before"),
     "the wait for weights": (_without_waiting, "does not follow"),
@@ -172,6 +177,7 @@ BROKEN = {
 
 
 def _broken(rank: int, world: int) -> dict[str, list[str]]:
+    """Returns the races with each of BROKEN."""
     found = {}
     for name, (breaks, _) in BROKEN.items():
         streams = FakeStreams()

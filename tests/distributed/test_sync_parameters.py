@@ -1,4 +1,4 @@
-"""B2: sync_parameters visits every chunk and says whether one was synchronised."""
+"""B2: sync_parameters must visit every chunk, and return whether it synchronised one."""
 
 from typing import Any
 
@@ -20,6 +20,7 @@ CASES: list[tuple[list[str | None], bool]] = [
 
 
 def _chunk(strategy: str | None) -> Any:
+    """Returns a model under the strategy, or a plain one."""
     model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     if strategy is None:
         return model
@@ -27,6 +28,7 @@ def _chunk(strategy: str | None) -> Any:
 
 
 def _synced(rank: int, world: int) -> None:
+    """Syncs several chunks in one call; each must be visited, also after one that had nothing to sync."""
     for strategies, expected in CASES:
         chunks = [_chunk(strategy) for strategy in strategies]
         changed = [_written_while_whole(chunk) for chunk, s in zip(chunks, strategies, strict=True) if s == FULLY]
@@ -38,7 +40,7 @@ def _synced(rank: int, world: int) -> None:
 
 
 def _written_while_whole(model: Any) -> Any:
-    """The model, with zeros in the shards, and other weights whole in memory."""
+    """Writes zeros to the shards of an FSDP2 model while its unsharded weights, which are not zero, stay in memory."""
     shards = list(model.parameters())
     with torch.no_grad():
         model(torch.ones(1, 4))
@@ -60,7 +62,7 @@ def _written_while_whole(model: Any) -> Any:
 
 
 def _fresh(rank: int, world: int) -> None:
-    """What was written to the shards while whole weights were in memory is what the next forward uses."""
+    """The next forward must use what was written to the shards while unsharded weights were in memory."""
     model = _written_while_whole(_chunk(FULLY))
     assert torch_ext.sync_parameters(model)
     with torch.no_grad():

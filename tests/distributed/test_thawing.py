@@ -1,6 +1,6 @@
-"""parallelize(..., optimizer=...): states follow when layers are frozen and thawed and strategies change in training.
+"""parallelize(..., optimizer=...): states follow when layers freeze or thaw, or the strategy changes.
 
-Every rank has the same gradients, so that any sequence of layouts ends in the bits of a run that was never parallel.
+Every rank has the same gradients. So any sequence of layouts must end with the bits of a run that was never parallel.
 """
 
 import random
@@ -32,7 +32,8 @@ def _policy(states: str, bucket_size: int | None = 900) -> Any:
     )
 
 
-def _made(states: str, **options: Any) -> tuple[Any, Any]:
+def _build(states: str, **options: Any) -> tuple[Any, Any]:
+    """Returns a model that is not parallel and its optimizer. states: a key of STATES."""
     model: Any = Given(SHAPES, STATES[states][0])
     weights = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -42,6 +43,7 @@ def _made(states: str, **options: Any) -> tuple[Any, Any]:
 
 
 def _steps(model: Any, optimizer: Any, which: range) -> None:
+    """Takes the training steps whose numbers are in `which`; frozen parameters get no gradient."""
     for step in which:
         grads = noise(step, 0, SHAPES, BF16)
         trained = [p.requires_grad for p in model.parameters()]
@@ -56,7 +58,7 @@ def _set_trained(model: Any, trained: set[int]) -> None:
 
 
 def _whole(model: Any, optimizer: Any) -> dict[str, list[bytes]]:
-    """The bits of weights and logical states of parameters that have some, on every rank."""
+    """Returns the bits of weights and of the logical states that there are, by name, on every rank."""
     state = optimizer.consolidate_state_dict(to=None)["state"]
     found = {}
     for i, (name, p) in enumerate(model.named_parameters()):
@@ -67,7 +69,7 @@ def _whole(model: Any, optimizer: Any) -> dict[str, list[bytes]]:
 
 
 def _plan(seed: int) -> list[tuple[set[int], str, int | None, int]]:
-    """What is trained, how, and for how many steps; nothing is trained by none."""
+    """Draws a sequence of (trained parameters, strategy, bucket_size, steps). At least one parameter is trained."""
     draw = random.Random(seed)
     found = []
     for _ in range(5):
@@ -77,8 +79,9 @@ def _plan(seed: int) -> list[tuple[set[int], str, int | None, int]]:
 
 
 def _random(rank: int, world: int, states: str, seed: int) -> None:
-    model, optimizer = _made(states, offload_fraction=0.5 * (seed % 2))
-    plain, reference = _made(states)
+    """Goes through the sequence; after each change and each run of steps all bits must be those of the plain model."""
+    model, optimizer = _build(states, offload_fraction=0.5 * (seed % 2))
+    plain, reference = _build(states)
     at = 0
     for trained, strategy, bucket_size, steps in _plan(seed):
         for one in (model, plain):
@@ -99,10 +102,10 @@ def test_any_sequence_of_layouts_ends_in_the_bits_of_none(states: str) -> None:
 
 
 def _fsdp2(rank: int, world: int) -> None:
-    """Whose states are DTensors' and stay where they are; FSDP2 keeps what is frozen in shards as well."""
+    """Under FSDP2 states are DTensors and stay where they are. Frozen parameters are sharded, too."""
     for states in ("masters", "8 bits"):
-        model, optimizer = _made(states)
-        plain, reference = _made(states)
+        model, optimizer = _build(states)
+        plain, reference = _build(states)
         at = 0
         for trained in ({1, 3, 5}, {0, 1, 2, 3, 4, 5}, {0, 1, 2}, {3}, {0, 2, 3, 4}):
             for one in (model, plain):
@@ -121,8 +124,9 @@ def test_layers_that_thaw_under_fsdp2() -> None:
 
 
 def _into_fsdp2(rank: int, world: int, strategy: str) -> None:
-    model, optimizer = _made("8 bits")
-    plain, reference = _made("8 bits")
+    """Moves a model with state from each strategy to FSDP2; training must go on with the bits of the plain model."""
+    model, optimizer = _build("8 bits")
+    plain, reference = _build("8 bits")
     if strategy != "none":
         torch_ext.parallelize(model, _policy("8 bits"), strategy=strategy)
     for one, its in ((model, optimizer), (plain, reference)):
@@ -140,8 +144,9 @@ def test_any_layout_may_become_fsdp2s(strategy: str) -> None:
 
 
 def _scheduled(rank: int, world: int, strategy: str) -> None:
-    """The optimizer is the same object: schedulers go on, new groups may come, others' states stay."""
-    model, optimizer = _made("remainders")
+    """The optimizer stays the same object: its scheduler goes on, groups can be added, states of other parameters
+    stay."""
+    model, optimizer = _build("remainders")
     aside = torch.nn.Parameter(torch.zeros(5))
     _set_trained(model, {0, 1, 2, 3, 4})
     torch_ext.parallelize(model, _policy("remainders"), strategy=strategy)
@@ -179,11 +184,11 @@ def test_optimizers_go_on_as_the_objects_that_they_were(strategy: str) -> None:
 
 
 def _rank_0s(rank: int, world: int, strategy: str) -> None:
-    """Weights that were trained apart become rank 0's, and their states do."""
-    model, optimizer = _made("8 bits")
+    """The ranks' weights differ. They become rank 0's, and the states must become rank 0's, too."""
+    model, optimizer = _build("8 bits")
     _steps(model, optimizer, range(10 * rank, 10 * rank + 2))
     torch_ext.parallelize(model, _policy("8 bits"), strategy=strategy, optimizer=optimizer)
-    expected = _made("8 bits")
+    expected = _build("8 bits")
     _steps(*expected, range(2))
     assert _whole(model, optimizer) == _whole(*expected)
 
@@ -194,8 +199,8 @@ def test_states_become_rank_0s_as_weights_do(strategy: str) -> None:
 
 
 def _torchs(rank: int, world: int) -> None:
-    """torch's optimizers under no_shard, whose states are whole: they stay."""
-    model, _ = _made("fp32")
+    """torch's optimizers can be kept under no_shard, where their states are whole."""
+    model, _ = _build("fp32")
     _set_trained(model, {0, 1})
     torch_ext.parallelize(model, _policy("fp32"), strategy="no_shard")
     theirs = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -214,7 +219,7 @@ def test_torchs_optimizers_stay_under_no_shard() -> None:
     ranks.run(2, _torchs)
 
 
-# -- what is refused, and changes nothing ---------------------------------------------------------------------------
+# -- what is rejected, and must change nothing -----------------------------------------------------------------------
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -230,7 +235,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 def _refused(rank: int, world: int, strategy: str) -> None:
-    model, optimizer = _made("8 bits")
+    """After every rejected call, training must go on with the bits of a run without it."""
+    model, optimizer = _build("8 bits")
     torch_ext.parallelize(model, _policy("8 bits"), strategy=strategy)
     _steps(model, optimizer, range(2))
     had = _whole(model, optimizer)
@@ -253,7 +259,7 @@ def _refused(rank: int, world: int, strategy: str) -> None:
         torch_ext.parallelize(model, _policy("8 bits"), strategy=strategy, optimizer=optimizer if rank else other)
     assert _whole(model, optimizer) == had
     _steps(model, optimizer, range(2, 3))
-    plain, reference = _made("8 bits")
+    plain, reference = _build("8 bits")
     _steps(plain, reference, range(3))
     assert _whole(model, optimizer) == _whole(plain, reference), "goes on as if nothing had been asked"
 
@@ -263,11 +269,11 @@ def test_what_cannot_be_taken_along_is_refused(strategy: str) -> None:
     ranks.run(2, _refused, strategy)
 
 
-# -- optimizers that nobody can step any more -----------------------------------------------------------------------
+# -- optimizers that are gone ----------------------------------------------------------------------------------------
 
 
 def _fails(model: Any, optimizer: Any, kept: list[BaseException]) -> None:
-    """A step of which the error is stored, with every frame that it came through."""
+    """Stores the error of a step, with the frames of its traceback, which refer to the optimizer."""
     model(noise(5, 0, SHAPES, BF16)).backward()
     optimizer.param_groups[0]["eps"] = -1.0
     try:
@@ -277,7 +283,8 @@ def _fails(model: Any, optimizer: Any, kept: list[BaseException]) -> None:
 
 
 def _failed(strategy: str, kept: list[BaseException]) -> Any:
-    model, optimizer = _made("fp32")
+    """Returns a model whose optimizer has failed and is referred to by `kept` only."""
+    model, optimizer = _build("fp32")
     torch_ext.parallelize(model, _policy("fp32"), strategy=strategy)
     _steps(model, optimizer, range(1))
     _fails(model, optimizer, kept)
@@ -286,10 +293,11 @@ def _failed(strategy: str, kept: list[BaseException]) -> Any:
 
 
 def _after_an_error(rank: int, world: int, strategy: str) -> None:
+    """Parallelizes again while only a stored traceback refers to the former optimizer."""
     kept: list[BaseException] = []
     model = _failed(strategy, kept)
     assert len(kept) == 1
-    torch_ext.parallelize(model, _policy("fp32"), strategy=strategy)  # nobody has the optimizer any more
+    torch_ext.parallelize(model, _policy("fp32"), strategy=strategy)  # only the traceback refers to the optimizer
     _steps(model, torch_ext.AdamW(model.named_parameters(), lr=0.1), range(1))
 
 

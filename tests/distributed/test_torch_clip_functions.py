@@ -1,4 +1,4 @@
-"""torch's own clipping functions, and its DDP, on models that were parallelized: right, or an error that names ours."""
+"""torch's clipping functions, and its DDP, on parallelized models: the right result, or an error that names ours."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def _norm_by_its_other_name(params: Any) -> float:
 
 
 def _imported(params: Any) -> float:
-    return float(clip_grad_norm_(params, 0.5))  # a name from before parallelize
+    return float(clip_grad_norm_(params, 0.5))  # imported before parallelize
 
 
 def _measured(params: Any) -> float:
@@ -56,7 +56,8 @@ CLIPS = {
 
 
 def _train(rank: int, way: str, clip: Any) -> tuple[list[Any], list[bytes]]:
-    # Gradients that are summed in fp32 beside bf16 weights are nowhere in `.grad` under optim_grads_params.
+    """Trains three steps with a clipping function; returns what it returned, and the bits of the weights."""
+    # With fp32 sums of a bf16 model: those are not in `.grad` under optim_grads_params.
     chosen = policy(BF16, FP32, FP32, bucket_size=1)
     model = torch_ext.parallelize(Given(SHAPES, BF16), chosen, strategy=way)
     optimizer = torch_ext.AdamW(model.named_parameters(), lr=0.1, policy=chosen)
@@ -71,6 +72,7 @@ def _train(rank: int, way: str, clip: Any) -> tuple[list[Any], list[bytes]]:
 
 
 def _trained(rank: int, world: int, name: str) -> None:
+    """Compares a clipping function on sharded gradients with no_shard, and with ours."""
     whole, whole_weights = _train(rank, "no_shard", CLIPS[name])
     for way in SHARDED:
         told, weights = _train(rank, way, CLIPS[name])
@@ -88,7 +90,7 @@ def test_torchs_clipping_finds_sharded_gradients(name: str) -> None:
 
 
 def _refusals(rank: int, world: int) -> None:
-    """What cannot be right is refused; parameters that are not sharded are torch's as before."""
+    """Functions that cannot work with sharded gradients must raise; plain parameters must get torch's result."""
     chosen = policy(FP32, bucket_size=1)
     plain = Given(SHAPES)
     plain([torch.ones(shape) for shape in SHAPES]).backward()
@@ -115,6 +117,8 @@ def test_norms_that_others_took_are_refused_where_gradients_are_sharded() -> Non
 
 
 def _other_functions(rank: int, world: int, decorated: bool) -> None:
+    """Replaces torch's function by a plain or a decorated one: parallelize must find it in either."""
+
     def plain(parameters: Any, scale: float) -> tuple[int, float]:
         return len(parameters), scale
 
@@ -124,8 +128,8 @@ def _other_functions(rank: int, world: int, decorated: bool) -> None:
     home, other = torch.nn.utils, torch.nn.utils.clip_grad
     imported: Any = decorator(plain) if decorated else plain
     home.clip_grad_norm_ = other.clip_grad_norm_ = imported
-    del home.clip_grads_with_norm_  # no older torch has it
-    for _ in range(2):  # the second time changes nothing
+    del home.clip_grads_with_norm_  # as in older torch
+    for _ in range(2):  # a second call changes nothing more
         torch_ext.parallelize(Given(SHAPES), policy(FP32), strategy="optim")
     found: Any = home.clip_grad_norm_
     assert (found is imported) == decorated
@@ -140,7 +144,7 @@ def test_a_function_is_replaced_in_its_decorator_or_in_its_modules(decorated: bo
 
 
 def _wrapped(rank: int, world: int) -> None:
-    """DDP around any of them would reduce twice, also where the model is a part of what is wrapped."""
+    """DDP around a parallelized model, or around a module that contains one, would reduce twice."""
     for way in WAYS:
         model = torch_ext.parallelize(Given(SHAPES), policy(FP32, bucket_size=1), strategy=way)
         for whole in (model, torch.nn.Sequential(model)):

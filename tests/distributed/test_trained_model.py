@@ -1,7 +1,7 @@
-"""Models of all kinds, trained in parallel under every strategy: as if one rank had seen every rank's batch.
+"""Models of all kinds, trained in parallel under every strategy, must train as one rank that sees every rank's batch.
 
-Each case trains a copy beside, without parallelize, on the batches of all ranks. With fp32 gradients and wire, weights
-have the same bits under every strategy and on every rank.
+Each case also trains a copy without parallelize, on the batches of all ranks. With fp32 gradients and wire, weights
+must have the same bits under every strategy and on every rank.
 """
 
 import copy
@@ -26,7 +26,7 @@ def _input(step: int, rank: int) -> torch.Tensor:
 
 
 class Tied(torch.nn.Module):
-    """Tied weights, a frozen parameter, buffers, a layer that is used twice, an empty parameter."""
+    """Has tied weights, a frozen parameter, buffers, a layer that is used twice, an empty parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Tied(torch.nn.Module):
 
 
 class Segments(torch.nn.Module):
-    """Every layer in a checkpoint, so that with reentrant ones every gradient comes in a nested backward."""
+    """Has most layers in activation checkpoints; with reentrant ones their gradients come in nested backwards."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def _square(model: Any, x: torch.Tensor, step: int) -> torch.Tensor:
 
 
 def _penalty(model: Any, x: torch.Tensor, step: int) -> torch.Tensor:
-    """A backward inside, through the model to its input, and one through that."""
+    """Returns a loss with a gradient penalty: a gradient to the input is computed inside, and differentiated again."""
     out = model(x).square().sum()
     (grad,) = torch.autograd.grad(out, x, create_graph=True)
     return out + grad.square().sum()
@@ -86,19 +86,19 @@ def _twice(model: Any, x: torch.Tensor, step: int) -> torch.Tensor:
 
 
 def _parts(model: Any, x: torch.Tensor, step: int) -> torch.Tensor:
-    """Without the last layer in odd steps."""
+    """Returns a loss that leaves out the last layer in odd steps."""
     hidden = model[1](model[0](x))
     return (model[3](model[2](hidden)) if step % 2 == 0 else model[2](hidden)).square().sum()
 
 
 def _freeze(model: Any, step: int) -> None:
-    """Freezes a layer, and thaws it two steps later; another one in the middle of a bucket comes and goes."""
+    """Freezes a layer and thaws it two steps later; a bias in the middle of a bucket is frozen for one step."""
     model[2].requires_grad_(step not in (1, 2))
     model[0].bias.requires_grad_(step != 2)
 
 
 def _write(model: Any, step: int) -> None:
-    """As weight averaging, pruning or a loaded checkpoint do."""
+    """Writes to weights as weight averaging, pruning or loading a checkpoint do."""
     with torch.no_grad():
         if step == 1:
             model[2].weight.mul_(0.5)
@@ -109,11 +109,12 @@ def _write(model: Any, step: int) -> None:
 
 
 def _evaluate(model: Any, step: int) -> None:
+    """Uses the model between two steps: in evaluation, without a backward, and for a gradient of an input."""
     model.eval()
     with torch.no_grad():
         model(_input(step, 0))
     model.train()
-    (model(_input(step, 0)).sum() * 0).detach()  # a graph that nobody goes back through
+    (model(_input(step, 0)).sum() * 0).detach()  # a graph without a backward
     torch.autograd.grad(model(x := _input(step, 1)).sum(), x)
 
 
@@ -123,6 +124,8 @@ def _nothing(model: Any, step: int) -> None:
 
 @dataclass(frozen=True)
 class Case:
+    """How a model is built and trained."""
+
     make: Callable[[], torch.nn.Module]
     loss: Callable[[Any, torch.Tensor, int], torch.Tensor] = _square
     before: Callable[[Any, int], None] = _nothing  # each step
@@ -151,6 +154,7 @@ CASES = {
 
 
 def _trained(rank: int, world: int, strategy: str, case: Case) -> list[bytes]:
+    """Trains the model and its copy, compares them after each step, and returns the weights."""
     torch.manual_seed(3)
     model: Any = case.make().to(case.dtype)
     plain = copy.deepcopy(model)
@@ -181,14 +185,14 @@ def _trained(rank: int, world: int, strategy: str, case: Case) -> list[bytes]:
             optimizer.zero_grad()
         for name, p, q in zip(names, model.parameters(), plain.parameters(), strict=True):
             assert torch.allclose(p, q, rtol=case.tolerance, atol=case.tolerance), f"{name} after step {step}"
-    everyone = on_all_ranks(bits(list(model.parameters())))
-    assert all(each == everyone[0] for each in everyone), "the same weights on every rank"
-    assert everyone[0] != bits(list(case.make().to(case.dtype).parameters()))
-    return everyone[0]
+    all_ranks = on_all_ranks(bits(list(model.parameters())))
+    assert all(each == all_ranks[0] for each in all_ranks), "the same weights on every rank"
+    assert all_ranks[0] != bits(list(case.make().to(case.dtype).parameters()))
+    return all_ranks[0]
 
 
 def _all_trained(rank: int, world: int, strategy: str) -> dict[str, Any]:
-    """Of each case the weights, or what it raised."""
+    """Returns by case the weights, or the traceback of what was raised."""
     answers: dict[str, Any] = {}
     for name, case in CASES.items():
         try:
@@ -207,7 +211,7 @@ def trained() -> dict[str, list[dict[str, Any]]]:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("case", CASES)
 def test_as_if_one_rank_had_seen_every_batch(case: str, strategy: str, trained: Any) -> None:
-    # Where every backward is reduced, micro-batches are added up after the ranks, not before.
+    # optim_grads reduces every backward, so it sums over the ranks first and over the micro-batches then.
     like = strategy if strategy == "optim_grads" and CASES[case].microbatches > 1 else "no_shard"
     for answer in trained[strategy]:
         assert isinstance(answer[case], list), answer[case]
@@ -218,7 +222,7 @@ def test_as_if_one_rank_had_seen_every_batch(case: str, strategy: str, trained: 
 
 
 def _compiled(rank: int, world: int, strategy: str) -> None:
-    """The compiled model is parallelized, or the parallelized one compiled: weights stay those of one model."""
+    """Parallelizes the compiled model, or compiles the parallelized one: both must train the same weights."""
     chosen = torch_ext.load_policy(FP32)
     for before in (True, False):
         torch.manual_seed(1)
@@ -234,8 +238,8 @@ def _compiled(rank: int, world: int, strategy: str) -> None:
             optimizer.step()
             parallel.zero_grad()
         assert torch.allclose(model[1].bias, weight * (1 - 1e-3) ** 2 - 0.2, atol=1e-3)
-        everyone = on_all_ranks([p.tolist() for p in model.parameters()])
-        assert everyone[0] == everyone[1]
+        all_ranks = on_all_ranks([p.tolist() for p in model.parameters()])
+        assert all_ranks[0] == all_ranks[1]
 
 
 def test_torch_compile() -> None:

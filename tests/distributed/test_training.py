@@ -1,4 +1,4 @@
-"""The whole loop: parallelize, our optimizer, clipping, accumulation, in every dtype of the policy."""
+"""Whole training loops: parallelize, our optimizer, clipping and accumulation, in every dtype of the policy."""
 
 from typing import Any
 
@@ -23,18 +23,19 @@ def _make(dtype: torch.dtype) -> torch.nn.Module:
 
 
 def _batch(step: int, part: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Part `part` of a batch that is the same however many parts it is cut into."""
+    """Returns part `part` of the step's batch. The batch is the same for any number of parts."""
     x = torch.randn(24, 12, generator=torch.Generator().manual_seed(step)).chunk(parts)[part]
     return x, x.sin().sum(1, keepdim=True)
 
 
 def _train(rank: int, world: int, dtypes: Any, microbatches: int) -> tuple[list[float], list[bytes], list[float]]:
+    """Trains 60 steps; returns losses, the bits of the weights, and norms."""
     model = _make(dtypes[0])
-    # A scale at which no step overflows: skipped steps would put runs out of step with one another.
-    of_model = policy(*dtypes, loss_scale=256.0, bucket_size=2000, overlap_grad_reduce=True)
-    torch_ext.parallelize(model, of_model)
-    optimizer = torch_ext.AdamW(model.parameters(), lr=3e-3, policy=of_model)
-    scaler = of_model.grad_scaler()
+    # A scale with which no step overflows: after a skipped step, two runs would no longer be comparable.
+    model_policy = policy(*dtypes, loss_scale=256.0, bucket_size=2000, overlap_grad_reduce=True)
+    torch_ext.parallelize(model, model_policy)
+    optimizer = torch_ext.AdamW(model.parameters(), lr=3e-3, policy=model_policy)
+    scaler = model_policy.grad_scaler()
     losses, norms = [], []
     parts = world * microbatches
     for step in range(60):
@@ -57,7 +58,7 @@ def _train(rank: int, world: int, dtypes: Any, microbatches: int) -> tuple[list[
 @pytest.mark.parametrize(
     ("dtypes", "tolerance"),
     [
-        # Of the loss against one rank alone. fp32: sums in another order, a few ulps that sixty steps magnify.
+        # Tolerances of the loss against one rank. fp32: sums in another order, a few ulps that 60 steps magnify.
         pytest.param((FP32, FP32, FP32), 1e-4, id="fp32"),
         pytest.param((BF16, BF16, BF16), 0.1, id="bf16"),
         pytest.param((BF16, FP32, BF16), 0.1, id="bf16-main-fp32-wire-bf16"),

@@ -1,6 +1,6 @@
-"""Random programs: steps, writes by others, loads, restarts and publishes on one or two ranks under any strategy, and
-engines to which deltas come late, twice, damaged or not at all. Bits are equal at every version, or there is an error
-and nothing has changed. WEIGHT_PROGRAMS=1000 runs as many of them; a seed that failed once stays in SEEDS."""
+"""Random programs of a trainer (steps, external writes, loads, restarts, publishes; one or two ranks, any strategy) and
+of engines that get deltas late, twice, damaged or not at all. Bits must be equal at every version, or there must be an
+error and nothing may have changed. WEIGHT_PROGRAMS=1000 runs 1000 more; a seed that failed once is added to SEEDS."""
 
 import os
 import random
@@ -44,7 +44,7 @@ def _local(p: Any) -> Tensor:
 
 
 class Program:
-    """What the ranks of a trainer do; the same on each, by the seed."""
+    """What the ranks of a trainer do; drawn from the seed, the same on each rank."""
 
     def __init__(self, rank: int, world: int, strategy: str | None, seed: int) -> None:
         self.draw, self.rank = random.Random(seed), rank
@@ -75,6 +75,7 @@ class Program:
         return torch_ext.AdamW(named, **options)
 
     def restart(self) -> None:
+        """Creates a new publisher, which begins a new chain of deltas."""
         exact, sliceable = self.draw.random() < 0.3, self.draw.random() < 0.3
         self.publisher = torch_ext.WeightPublisher(self.model, self.optimizer, exact, sliceable=sliceable)
 
@@ -89,7 +90,7 @@ class Program:
         self.optimizer.zero_grad()
 
     def skip(self) -> None:
-        """A step of gradients that are not finite."""
+        """Takes a step with infinite gradients, which is skipped."""
         if self.optimizer.skip_nonfinite:
             self._step(lambda *form: [grad * torch.inf for grad in noise(*form)])
 
@@ -105,12 +106,14 @@ class Program:
         torch_ext.onload(self.model, self.optimizer)
 
     def write(self) -> None:
-        """In place, seen by torch, to all of a parameter: every rank alike, as replicas have to be."""
+        """Writes to a whole parameter in place, as version counters see. Every rank writes the same: replicas must be
+        equal."""
         with torch.no_grad():
             self.draw.choice(list(self.model.parameters())).mul_(self.draw.choice([0.5, 1.0, 1.25]))
 
     def write_silently(self) -> None:
-        """To the first element that a rank holds of a parameter with a master; of a cut one on each rank another."""
+        """Writes to this rank's first element of a parameter with a master, unseen. In a sharded parameter it is
+        another element on each rank."""
         p = self.draw.choice(list(self.model.parameters()))
         value = self.draw.uniform(-2, 2)
         if self.dtype == BF16 and _local(p).numel():
@@ -129,7 +132,7 @@ class Program:
             self.optimizer.load_state_dict(self.saved)
 
     def run(self, length: int) -> list[tuple[str, bytes, bytes, dict[str, bytes]]]:
-        """Of each publish: the chain it begins or goes on, this rank's delta and full message, and the weights."""
+        """Returns for each publish: the number of its chain, this rank's delta and full message, and the weights."""
         found = []
         chain = 0
         acts = [self.step] * 6 + [self.write, self.write_silently, self.clamp, self.save, self.load]
@@ -148,6 +151,7 @@ class Program:
 
 
 def _whole(model: Any) -> dict[str, bytes]:
+    """Returns the bytes of the whole weights."""
     found = {}
     for name, p in model.named_parameters():
         value: Any = p.detach()
@@ -162,13 +166,13 @@ def _programs(rank: int, world: int, seeds: list[int]) -> list[Any]:
 
 
 def _follow(seed: int, versions: Any) -> None:
-    """versions: of each rank."""
+    """Makes two engines follow the versions. versions: one list per rank."""
     Engine(seed).follow(versions)
     Engine(seed).follow_merged(versions)
 
 
 class Engine:
-    """Takes what comes, in the order in which it comes."""
+    """An engine that gets messages in the order in which they come, some of them spoiled."""
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(-1 - seed)
@@ -180,6 +184,7 @@ class Engine:
         return {name: t.view(-1).view(torch.uint8).numpy().tobytes() for name, t in self.tensors.items()}
 
     def refuses(self, parts: list[bytes]) -> None:
+        """The parts must be rejected, and change neither a weight nor the version."""
         before, version = self.bits(), self.subscriber.version
         with pytest.raises((ValueError, RuntimeError)) as raised:
             self.subscriber.apply(parts, self._verify())
@@ -190,7 +195,7 @@ class Engine:
         return self.draw.choice(["touched", "full"])
 
     def _spoiled(self, parts: list[bytes], before: list[bytes]) -> list[bytes]:
-        """What is not this version's parts."""
+        """Returns parts that are not this version's: one is missing, repeated, of the version before, or damaged."""
         parts = list(parts)
         i = self.draw.randrange(len(parts))
         how = self.draw.randrange(4)
@@ -206,7 +211,7 @@ class Engine:
         return parts
 
     def follow(self, versions: list[list[tuple[str, bytes, bytes, dict[str, bytes]]]]) -> None:
-        """versions: of each rank."""
+        """Follows version after version. versions: one list per rank."""
         before: list[bytes] = []
         chain, joined = "0", True
         for version in zip(*versions, strict=True):
@@ -214,7 +219,7 @@ class Engine:
             if version[0][0] != chain:
                 chain, joined = version[0][0], False
             if joined and self.draw.random() < 0.15:
-                joined = False  # this version is lost
+                joined = False  # the engine does not get this version
                 continue
             if not joined:
                 if all(parts):
@@ -232,10 +237,10 @@ class Engine:
             assert [name for name, bits in self.bits().items() if bits != expected[name]] == []
 
     def follow_merged(self, versions: list[list[tuple[str, bytes, bytes, dict[str, bytes]]]]) -> None:
-        """Several versions as one message, now and then."""
+        """Follows with messages that merge several versions."""
         kept: list[bytes] = []
         for version in zip(*versions, strict=True):
-            if not all(p[1] for p in version):  # a new chain
+            if not all(p[1] for p in version):  # a new chain begins
                 self.subscriber.apply([p[2] for p in version])
                 kept = []
             else:

@@ -1,4 +1,4 @@
-"""Weights that FSDP2 holds, published: replicated shards, other meshes, and engines that are tensor-parallel."""
+"""Publishing FSDP2's weights: replicated shards, several meshes, tensor-parallel engines."""
 
 from typing import Any
 
@@ -26,12 +26,12 @@ def _model() -> Given:
 
 
 def _whole(model: nn.Module) -> dict[str, Any]:
-    """Collective. As numpy's: memory of a tensor goes with its process."""
+    """Returns the whole weights as numpy arrays, since a tensor's memory would go with its process. Collective."""
     return {name: p.detach().full_tensor().numpy().copy() for name, p in model.named_parameters()}  # type: ignore[operator]
 
 
 def _published(rank: int, world: int, mesh_shape: tuple[int, ...], sliceable: bool) -> Any:
-    """Of some versions this rank's delta, and the weights; and its part of all weights."""
+    """Returns this rank's delta and the weights for three versions, and this rank's part of the full message."""
     model: Any = _model()
     names = ("replicate", "shard")[-len(mesh_shape) :]
     fully_shard(model, mesh=init_device_mesh("cpu", mesh_shape, mesh_dim_names=names))
@@ -51,6 +51,7 @@ def _published(rank: int, world: int, mesh_shape: tuple[int, ...], sliceable: bo
 
 
 def _weights(answers: list[Any], version: int) -> dict[str, Tensor]:
+    """Returns the whole weights of a version."""
     return {name: torch.from_numpy(value) for name, value in answers[0][0][version][1].items()}
 
 
@@ -75,7 +76,7 @@ def test_replicated_shards_are_published_once() -> None:
 
 
 def _halves(named: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """Of a tensor-parallel rank of two: half of the columns of p0 and of the rows of p3, which is transposed."""
+    """Returns the tensors of a tensor-parallel rank of two: half of p0's columns, and half of p3's rows, transposed."""
     cut = {"p0": named["p0"].chunk(2, 1)[rank].contiguous(), "p3": named["p3"].chunk(2)[rank].t().contiguous()}
     return {name: t.clone() for name, t in named.items()} | cut
 
@@ -96,8 +97,8 @@ def test_tensor_parallel_engines_follow_sharded_trainers() -> None:
             assert _equal(engine, _halves(_weights(answers, version), rank))
 
 
-def _of_two_dimensions(rank: int, world: int) -> list[str]:
-    """FSDP2 over tensor parallelism."""
+def _two_dimensional(rank: int, world: int) -> list[str]:
+    """Shards with FSDP2 over tensor parallelism, which cannot be published. Returns the errors."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
@@ -114,6 +115,6 @@ def _of_two_dimensions(rank: int, world: int) -> list[str]:
 
 def test_weights_that_are_cut_in_two_dimensions_are_refused_by_name() -> None:
     legal = "; Shard(0), as fully_shard makes it, and Replicate() can be published"
-    for messages in ranks.run(4, _of_two_dimensions):
+    for messages in ranks.run(4, _two_dimensional):
         assert len(messages) == 2
         assert all(said.startswith("'0.weight' is sharded as (") and said.endswith(legal) for said in messages)

@@ -1,4 +1,4 @@
-"""Weights that several ranks publish together: each element once, without a message between them."""
+"""Weights that several ranks publish together: each element is published once, without a message between the ranks."""
 
 import copy
 from typing import Any
@@ -26,7 +26,8 @@ class Layers(nn.Module):
         return self.given(grads)  # type: ignore[no-any-return]
 
 
-def _made(strategy: str | None, **options: Any) -> tuple[Any, Any]:
+def _build(strategy: str | None, **options: Any) -> tuple[Any, Any]:
+    """Returns a model with a frozen parameter under the strategy, and its optimizer."""
     torch.manual_seed(7)
     model: Any = Layers()
     with torch.no_grad():
@@ -47,7 +48,7 @@ def _steps(rank: int, model: Any, optimizer: Any, steps: range) -> None:
 
 
 def _whole(model: Any) -> dict[str, bytes]:
-    """The bits of all weights, by name. Collective under FSDP2."""
+    """Returns the bytes of all weights, by name. Collective under FSDP2."""
     found = {}
     for name, p in model.named_parameters():
         value: Any = p.detach()
@@ -57,8 +58,8 @@ def _whole(model: Any) -> dict[str, bytes]:
 
 
 def _published(rank: int, world: int, strategy: str, states: str, fraction: float) -> Any:
-    """Deltas and weights of some versions."""
-    model, optimizer = _made(strategy, states=states, offload_fraction=fraction)
+    """Returns this rank's deltas and the weights for four versions, and its part of the full message."""
+    model, optimizer = _build(strategy, states=states, offload_fraction=fraction)
     publisher = torch_ext.WeightPublisher(model, optimizer)
     found = [(publisher.publish(), _whole(model))]
     for version in range(3):
@@ -72,7 +73,8 @@ def _published(rank: int, world: int, strategy: str, states: str, fraction: floa
 
 
 def _follows(answers: list[Any], start: dict[str, torch.Tensor]) -> None:
-    """Engines that apply single parts, in any order, and one merged delta, have the bits of every version."""
+    """An engine that applies the ranks' parts in any order, and one that applies them merged, must have all versions'
+    bits."""
     tensors, merged = copy.deepcopy(start), copy.deepcopy(start)
     one, other = torch_ext.WeightSubscriber(tensors), torch_ext.WeightSubscriber(merged)
     versions = [rank_versions for rank_versions, _ in answers]
@@ -93,7 +95,7 @@ def _follows(answers: list[Any], start: dict[str, torch.Tensor]) -> None:
 
 
 def _start() -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in _made(None)[0].named_parameters()}
+    return {name: p.detach().clone() for name, p in _build(None)[0].named_parameters()}
 
 
 @pytest.mark.parametrize(("states", "fraction"), [("bf16", 0.0), ("8bit", 0.5)])
@@ -112,7 +114,8 @@ def test_three_ranks() -> None:
 
 
 def _under_ddp(rank: int, world: int) -> Any:
-    model, _ = _made(None)
+    """Publishes a DDP model's weights; returns what `_published` returns."""
+    model, _ = _build(None)
     ddp = nn.parallel.DistributedDataParallel(model)
     named = [(name, p) for name, p in ddp.named_parameters() if p.requires_grad]
     optimizer = torch_ext.AdamW(named, lr=1e-4)
@@ -126,12 +129,13 @@ def test_under_ddp() -> None:
 
 
 def _at_another_step(rank: int, world: int) -> Any:
-    model, optimizer = _made("no_shard")
+    """Rank 1 publishes one version less; returns its parts."""
+    model, optimizer = _build("no_shard")
     publisher = torch_ext.WeightPublisher(model, optimizer)
     parts = []
     for step in range(2):
         _steps(rank, model, optimizer, range(step, step + 1))
-        if not (step == 0 and rank == 1):  # this rank missed one
+        if not (step == 0 and rank == 1):  # rank 1 does not publish the first version
             parts.append(publisher.publish())
     return parts
 
@@ -149,7 +153,8 @@ def test_ranks_at_different_steps_are_noticed_where_parts_are_applied() -> None:
 
 
 def _relaid(rank: int, world: int) -> str:
-    model, optimizer = _made("no_shard")
+    """Parallelizes under another strategy after the publisher was created; returns the error of publish()."""
+    model, optimizer = _build("no_shard")
     publisher = torch_ext.WeightPublisher(model, optimizer)
     torch_ext.parallelize(model, torch_ext.load_policy(BF16), strategy="optim")
     with pytest.raises(RuntimeError) as raised:
@@ -162,6 +167,7 @@ def test_a_model_that_is_cut_anew() -> None:
 
 
 def _by_columns(rank: int, world: int) -> str:
+    """Returns the error for a parameter that is sharded by columns."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 

@@ -1,5 +1,4 @@
-"""grad_comm_dtype="fp8": what travels, that it is what the parameter alone decides, and how far it is from the
-truth."""
+"""grad_comm_dtype="fp8": the codes that are sent, that they depend on the parameter only, and the error."""
 
 import ctypes
 from typing import Any
@@ -15,12 +14,13 @@ import torch_ext
 SHAPES: list[Any] = [(3, 5), (700,), (0,), (129,), (16, 130), (1,)]
 
 
-SEED_OF_PARTS, SEED_OF_SUMS = 0x5EED_0000_0000, 0x5EED_8000_0000  # of what a rank sends (its number is added), of sums
+# The seeds of rounding: of what a rank sends (its number is added), and of sums.
+SEED_OF_PARTS, SEED_OF_SUMS = 0x5EED_0000_0000, 0x5EED_8000_0000
 NONE = torch.empty(0)
 
 
 def _through_8_bits(values: torch.Tensor, param: int, seed: int, cycle: int) -> torch.Tensor:
-    """What 8 bits keep of a parameter's values: by the operator, on the parameter alone."""
+    """Returns what 8 bits keep of a parameter's values, with the operator applied to this parameter only."""
     id_of = c_api.function("tx_param_id", ctypes.c_char_p, restype=ctypes.c_int64)
     flat = values.reshape(-1).contiguous()
     codes = torch.empty(flat.numel(), dtype=torch.uint8)
@@ -34,7 +34,7 @@ def _through_8_bits(values: torch.Tensor, param: int, seed: int, cycle: int) -> 
 
 
 def _expected(world: int, step: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """fp32 means of what each rank's 8 bits say."""
+    """Returns the fp32 means of each rank's values after 8 bits."""
     grads = [noise(step, r, SHAPES, dtype) for r in range(world)]
     means = []
     for i in range(len(SHAPES)):
@@ -46,7 +46,7 @@ def _expected(world: int, step: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def _reduced(rank: int, world: int, strategy: str, size: int | None, main: Any, gather: Any) -> list[list[bytes]]:
-    """What the optimizers read after each of two backwards."""
+    """Returns what the optimizers read after each of two backwards."""
     chosen = policy(BF16, main, "fp8", bucket_size=size, grad_gather_dtype=gather)
     model = torch_ext.parallelize(Given(SHAPES, BF16), chosen, strategy=strategy)
     found = []
@@ -73,7 +73,7 @@ def test_sums_are_those_of_the_codes_in_rank_order(world: int) -> None:
                 assert answer == bits([mean.to(main or BF16).float() for mean in _expected(world, step, BF16)])
 
 
-@pytest.mark.parametrize("world", [2, 3])  # two trade wires
+@pytest.mark.parametrize("world", [2, 3])  # with two ranks, the parts themselves may be exchanged instead of sums
 @pytest.mark.parametrize("gather", [None, "bf16", "fp32", "fp8"])
 def test_no_shard_gathers_in_grad_gather_dtype(gather: str | None, world: int) -> None:
     cases = [("no_shard", size, main, gather) for size in (None, 1, 900) for main in (FP32, None)]
@@ -90,7 +90,7 @@ def test_no_shard_gathers_in_grad_gather_dtype(gather: str | None, world: int) -
 
 
 def _bytes_sent(rank: int, world: int, strategy: str, wire: str, gather: str | None) -> float:
-    """By the gradients' exchange, in units of what an all-reduce in fp32 sends."""
+    """Returns the bytes that the gradients' exchange sends, as a fraction of those of an fp32 all-reduce."""
     numel = 3 << 15
     chosen = policy(BF16, None, wire, grad_gather_dtype=gather)
     model = torch_ext.parallelize(Given([numel], BF16), chosen, strategy=strategy)
@@ -98,7 +98,7 @@ def _bytes_sent(rank: int, world: int, strategy: str, wire: str, gather: str | N
     return model.wire_bytes() / (2 * 4 * numel * (world - 1) / world)
 
 
-_CODED = 1 + 1 / 128  # bytes of an element, its part of a scale included
+_CODED = 1 + 1 / 128  # bytes per element, with its part of a scale
 
 
 @pytest.mark.parametrize(
@@ -115,14 +115,14 @@ _CODED = 1 + 1 / 128  # bytes of an element, its part of a scale included
 def test_bytes_on_the_wire(
     world: int, strategy: str, wire: str, gather: str | None, there: float, back: float, traded: bool
 ) -> None:
-    """there, back: of an element. Two ranks trade wires instead of sums where that is less."""
+    """there, back: bytes per element. traded: two ranks exchange all codes instead of sums, where that is less."""
     share = (2 * there if traded and world == 2 else there + back) / 8
     for answer in ranks.run(world, _bytes_sent, strategy, wire, gather):
         assert share <= answer < share + 0.001, "a report of some bytes comes with every cycle"
 
 
 def test_the_mean_of_many_ranks_is_better_than_one_rank_says() -> None:
-    """Thresholds differ from rank to rank: equal ones would leave the error as it is."""
+    """Rounding thresholds differ between ranks. With equal ones the mean's error would be one rank's."""
     gradient = noise(3, 0, [(4096,)])[0]
     worlds = [1, 4, 16]
     errors = []
@@ -134,6 +134,7 @@ def test_the_mean_of_many_ranks_is_better_than_one_rank_says() -> None:
 
 
 def _nan(rank: int, world: int, strategy: str) -> list[bool]:
+    """Rank 1 has NaN and infinity; returns which gradients are finite."""
     model = torch_ext.parallelize(Given(SHAPES, BF16), policy(BF16, FP32, "fp8"), strategy=strategy)
     grads = noise(0, rank, SHAPES, BF16)
     if rank == 1:

@@ -1,4 +1,4 @@
-"""Models for FSDP2: blocks whose gradients are given numbers, and what the sum of the ranks' gradients should be."""
+"""Models for FSDP2 whose gradients are given by the test, and the sums of gradients that the ranks must get."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,15 +11,17 @@ from torch.distributed.tensor import DTensor
 RECOVERS = hasattr(FSDPModule, "reset_iter_state")
 """Whether FSDP2 can go on after a backward that raised within it (torch >= 2.13)."""
 UNUSED_COUNT_AS_ZERO = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
-"""Whether it reduces units of which a parameter got no gradient (torch >= 2.13)."""
+"""Whether FSDP2 reduces a unit in which a parameter got no gradient (torch >= 2.13)."""
 
 BLOCKS: list[list[Any]] = [[(5, 3), (1,), (7,)], [(4, 4)], [(2,), (9, 2), (130,)]]
-"""Rows that no number of ranks divides, and fewer rows than ranks."""
-OWN = (3,)
+"""Shapes by block: rows that no number of ranks divides, and fewer rows than ranks."""
+OWN = (3,)  # the root module's own parameter
 SHAPES = [OWN] + [shape for block in BLOCKS for shape in block]
 
 
 class Block(torch.nn.Module):
+    """Adds terms to x whose gradients are exactly `grads`; None leaves a parameter out of the loss."""
+
     def __init__(self, shapes: Sequence[Any], dtype: torch.dtype) -> None:
         super().__init__()
         for i, shape in enumerate(shapes):
@@ -31,7 +33,8 @@ class Block(torch.nn.Module):
 
 
 class Blocks(torch.nn.Module):
-    """Parameters of SHAPES, one of its own and the rest in blocks; `model(grads).backward()` gives them `grads`."""
+    """A model with a parameter of its own and one block per entry of BLOCKS; `model(grads).backward()` sets the
+    gradients to `grads`."""
 
     def __init__(self, dtype: torch.dtype = FP32) -> None:
         super().__init__()
@@ -39,7 +42,7 @@ class Blocks(torch.nn.Module):
         self.own = torch.nn.Parameter(torch.zeros(OWN, dtype=dtype))
 
     def forward(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """grads: of SHAPES; None leaves a parameter out of the loss."""
+        """grads: one for each of SHAPES; None leaves the parameter out of the loss."""
         x, at = torch.zeros((), requires_grad=True), 1
         for block, shapes in zip(self.blocks, BLOCKS, strict=True):
             x = block(x, grads[at : at + len(shapes)])
@@ -48,7 +51,7 @@ class Blocks(torch.nn.Module):
 
 
 def shard_of(param: DTensor, whole: torch.Tensor) -> torch.Tensor:
-    """This rank's elements of a tensor that is shaped as the parameter, which is cut along its rows."""
+    """Returns this rank's rows of `whole`, a tensor with the parameter's shape."""
     index = next(i for i, placement in enumerate(param.placements) if placement.is_shard())
     rank, size = param.device_mesh.get_local_rank(index), param.device_mesh.size(index)
     rows = -(-whole.shape[0] // size)
@@ -56,7 +59,9 @@ def shard_of(param: DTensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 def mean_of_ranks(seed: int, ranks: Sequence[int], dtypes: Any, factor: float | None = None) -> list[torch.Tensor]:
-    """The sum of what the ranks send, in fp32 and in their order, divided in fp32. dtypes: of gradients, ..., wire."""
+    """Returns the mean that the ranks must get: a sum in fp32, in the order of the ranks, divided in fp32.
+
+    dtypes: of the gradients, the main gradients and the wire. factor: the divisor; None: the number of ranks."""
     narrow = dtypes[2] if len(ranks) > 1 and dtypes[2].itemsize < dtypes[0].itemsize else dtypes[0]
     sent = [[grad.to(narrow).float() for grad in noise(seed, rank, SHAPES, dtypes[0])] for rank in ranks]
     sums = sent[0]
@@ -67,7 +72,7 @@ def mean_of_ranks(seed: int, ranks: Sequence[int], dtypes: Any, factor: float | 
 
 
 def accumulated(means: Sequence[Sequence[torch.Tensor]], main: torch.dtype) -> list[torch.Tensor]:
-    """The micro-batches' means, added up in main: each addition in fp32, rounded once."""
+    """Returns the micro-batches' means added up in dtype `main`: each addition is in fp32 and rounded once."""
     total = [mean.to(main) for mean in means[0]]
     for of_batch in means[1:]:
         total = [(a.float() + b).to(main) for a, b in zip(total, of_batch, strict=True)]

@@ -1,10 +1,10 @@
-"""What stands for gloo's messages in tests without ranks."""
+"""A stand-in for gloo's messages, for tests without ranks."""
 
 from collections.abc import Callable
 
 
 class Work:
-    """What gloo makes of a message; arrives: what happens when it is waited for."""
+    """Has the interface of torch.distributed.Work. arrives: called by `wait`, for the message's arrival."""
 
     def __init__(self, arrives: Callable[[], object] = lambda: None) -> None:
         self.waits, self._arrives, self._completed = 0, arrives, False

@@ -1,4 +1,4 @@
-"""What of torch_ext a piece of Python uses, and whether it is there."""
+"""Checks Python code of a page: whether the names and arguments of torch_ext that it uses exist."""
 
 import ast
 import inspect
@@ -8,12 +8,13 @@ import torch_ext
 
 
 def _public(node: ast.expr) -> str | None:
-    """ "AdamW" for the expression torch_ext.AdamW."""
+    """Returns "AdamW" for the expression torch_ext.AdamW, None for other expressions."""
     found = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch_ext"
     return node.attr if found and isinstance(node, ast.Attribute) else None
 
 
 def _missing(tree: ast.AST) -> Iterator[str]:
+    """Yields the missing names and arguments, as described at missing_names."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "torch_ext":
             yield from (alias.name for alias in node.names if not hasattr(torch_ext, alias.name))
@@ -29,8 +30,7 @@ def _missing(tree: ast.AST) -> Iterator[str]:
 
 
 def missing_names(text: str) -> list[str]:
-    """Of torch_ext: "AdamW8bit" for a name that it has not, "AdamW(states=)" for an argument that a function has not.
-
-    SyntaxError where the text is no Python.
+    """Returns what a text uses of torch_ext that does not exist: "AdamW8bit" for a name, "AdamW(states=)" for an
+    argument of a function. Raises SyntaxError if the text is not Python.
     """
     return sorted(set(_missing(ast.parse(text))))

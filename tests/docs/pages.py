@@ -1,4 +1,4 @@
-"""The README and the pages of docs/, as the tests of this folder read them: headings, links, code, tables."""
+"""Parses the README and the pages of docs/ for the tests of this folder: headings, links, code, tables."""
 
 import os
 import pathlib
@@ -20,7 +20,7 @@ _MARKDOWN = MarkdownIt("commonmark").enable("table")
 
 @dataclass(frozen=True)
 class Code:
-    """A fenced block; `words` are those after its backticks ("python run")."""
+    """A fenced code block. `words` are the words after its backticks ("python run")."""
 
     line: int
     words: tuple[str, ...]
@@ -29,7 +29,7 @@ class Code:
 
 @dataclass(frozen=True)
 class Table:
-    """Its lines, without the one of dashes; a cell is its Markdown."""
+    """A table: its rows without the row of dashes. Each cell is Markdown."""
 
     line: int
     section: str
@@ -38,7 +38,7 @@ class Table:
 
 @dataclass
 class Page:
-    """`name` is its path from the repository's root."""
+    """A page. `name` is its path from the repository's root."""
 
     name: str
     text: str
@@ -47,18 +47,18 @@ class Page:
     codes: list[Code] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     spans: list[tuple[str, str]] = field(default_factory=list)
-    """Code within lines: its section's anchor and its text."""
+    """Inline code: (its section's anchor, its text)."""
     blocks_of: dict[str, list[Code]] = field(default_factory=dict)
-    """The fenced blocks of each section."""
+    """Anchor of a section -> its fenced code blocks."""
 
 
 def names() -> list[str]:
-    """README.md and every page below docs/."""
+    """Returns README.md and every page below docs/."""
     return [README, *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 
 
 def anchor_of(heading: str) -> str:
-    """As GitHub and GitLab make it from a heading's text."""
+    """Returns the anchor that GitHub and GitLab derive from a heading's text."""
     return re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()).strip().replace(" ", "-")
 
 
@@ -67,6 +67,7 @@ def read(name: str) -> Page:
 
 
 def parse(name: str, text: str) -> Page:
+    """Returns the page with this path and text."""
     page = Page(name, text)
     section = ""
     tokens = iter(_MARKDOWN.parse(page.text))
@@ -104,7 +105,7 @@ def _rows(page: Page, section: str, tokens: Iterator[Token]) -> Iterator[list[st
 
 
 def _inline(page: Page, section: str, token: Token) -> str:
-    """Notes links and code; returns what is read."""
+    """Adds the links and inline code of a token to the page. Returns the token's visible text."""
     for child in token.children or []:
         if child.type == "link_open":
             page.links.append(str(child.attrs["href"]))

@@ -1,5 +1,5 @@
-"""What the pages speak of and the tree does not have yet. A page that needs one of these is skipped there, by name; one
-that has come fails `test_nothing_that_has_come_is_pending` until its line is gone."""
+"""Things that pages mention although they do not exist yet. A test that misses one of them skips and names it. When it
+exists, `test_nothing_that_has_come_is_pending` fails until its line is removed here."""
 
-# Names as `code_checks.missing_names` gives them, pages, commands of `python -m torch_ext`, and messages.
+# Names as `code_checks.missing_names` returns them, pages, commands of `python -m torch_ext`, and messages -> a note.
 PENDING: dict[str, str] = {}

@@ -1,4 +1,5 @@
-"""Python on the pages: it compiles, uses what torch_ext has, and where it is marked with `run` it runs."""
+"""Tests the Python code on the pages: it compiles, uses names and arguments that torch_ext has, and runs if it is
+marked `run`."""
 
 import math
 import pathlib
@@ -52,7 +53,7 @@ def process_group() -> Iterator[None]:
 
 
 def given() -> dict[str, Any]:
-    """What docs/README.md says is there."""
+    """Returns the names that every runnable block may use, as docs/README.md promises."""
     torch.manual_seed(0)
 
     def loss_of(output: Tensor) -> Tensor:
@@ -72,12 +73,12 @@ def given() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", [name for name, codes in RUN.items() if codes])
 def test_code_runs(name: str, process_group: None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Block after block of a page, in one namespace and an empty folder."""
+    """The blocks of a page run one after the other, in one namespace and an empty folder."""
     monkeypatch.chdir(tmp_path)
     namespace, pending, lines = given(), [], pages.read(name).text.splitlines()
 
     def compared(*values: Any) -> None:
-        """`print(x)  # what it prints, and perhaps more`."""
+        """Replaces print(): checks that the comment at the end of the calling line begins with the printed text."""
         _, _, said = lines[sys._getframe(1).f_lineno - 1].partition("  # ")
         if said:
             assert said.startswith(" ".join(map(str, values)))
@@ -87,7 +88,7 @@ def test_code_runs(name: str, process_group: None, tmp_path: pathlib.Path, monke
         if missing := missing_in(name, code):
             pending += [f"{name}:{code.line} {', '.join(missing)}"]
             continue
-        # Its lines are where they are on the page: tracebacks say which.
+        # Empty lines before the code, so that tracebacks have the page's line numbers.
         exec(compile("\n" * code.line + code.text, str(ROOT / name), "exec"), namespace)
     if pending:
         pytest.skip(f"pending: {'; '.join(pending)}")
@@ -102,7 +103,7 @@ def test_the_readme_trains() -> None:
 
 
 def test_docs_readme_shows_what_is_given() -> None:
-    """The block that says what is there makes what `given` makes."""
+    """The block of docs/README.md that shows these names defines the same as `given`."""
     (code,) = [code for code in PYTHON["docs/README.md"] if "loss_of" in code.text]
     torch.manual_seed(0)
     shown: dict[str, Any] = {}

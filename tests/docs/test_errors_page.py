@@ -1,5 +1,6 @@
-"""docs/errors.md as a contract: who does what its second column says meets the message of the first. Rows of data
-parallelism are in tests/distributed/test_errors_page_ranks.py, which needs ranks."""
+"""Tests that docs/errors.md is right: a function for each row does what its second column says, and gets the message of
+the first column. The rows about data parallelism are in tests/distributed/test_errors_page_ranks.py, which needs
+ranks."""
 
 import contextlib
 import copy
@@ -39,6 +40,7 @@ def backward(trained: nn.Module, factor: float = 1.0) -> None:
 
 
 def stepped(dtype: torch.dtype = BF16, **options: Any) -> tuple[nn.Sequential, AdamW]:
+    """Returns a model and its optimizer, after one step."""
     trained = model(dtype)
     optimizer = AdamW(trained.named_parameters(), lr=1e-2, **options)
     backward(trained)
@@ -161,7 +163,7 @@ def a_weight_that_was_written() -> None:
 
 
 def within_a_step(call: Callable[[Any, Any], Any]) -> Callable[[], None]:
-    """Between a backward that steps and step()."""
+    """Returns a function that makes the call between a backward that steps and step()."""
 
     def cause() -> None:
         trained, optimizer = stepped(step_in_backward=True, ema_decay=0.9)
@@ -316,7 +318,7 @@ def a_state_of_another_model(_folder: pathlib.Path) -> None:
 
 
 class Own:
-    """Of a user's."""
+    """A class of the user's own."""
 
 
 def an_object_of_ones_own(folder: pathlib.Path) -> None:
@@ -343,7 +345,7 @@ def a_state_of_amsgrad(_folder: pathlib.Path) -> None:
 
 
 def masters_whose_memory_is_read(_folder: pathlib.Path) -> None:
-    """As safetensors' save_file does."""
+    """Reads a master weight's storage, as safetensors' save_file does."""
     _, optimizer = stepped(states="bf16_remainder")
     next(iter(optimizer.master_state_dict().values())).storage()
 
@@ -368,6 +370,8 @@ CHECKPOINTS: list[tuple[str, Callable[[pathlib.Path], Any]]] = [
 
 
 def while_offloaded(call: Callable[[Any, Any], Any]) -> Callable[[], None]:
+    """Returns a function that makes the call while model and optimizer are offloaded."""
+
     def cause() -> None:
         trained, optimizer = stepped()
         torch_ext.offload(trained, optimizer)

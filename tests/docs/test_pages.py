@@ -1,4 +1,4 @@
-"""The pages hold together: links, anchors, files, commands and messages that they name are there."""
+"""Tests that everything that the pages mention exists: links, anchors, files, commands, settings, messages, names."""
 
 import ast
 import contextlib
@@ -26,8 +26,9 @@ PAGES = {name: pages.read(name) for name in pages.names()}
 each_page = pytest.mark.parametrize("page", [pytest.param(page, id=name) for name, page in PAGES.items()])
 
 
-def refuse(found: list[str]) -> None:
-    """Fails by what is missing, and is skipped by what is pending. "where what", or "what"."""
+def fail_or_skip(found: list[str]) -> None:
+    """Fails if something is missing; skips the test if all that is missing is in PENDING. found: "where what", or
+    "what"."""
     assert [each for each in found if each.split(" ", 1)[-1] not in PENDING] == []
     if found:
         pytest.skip(f"pending: {', '.join(found)}")
@@ -37,6 +38,7 @@ def refuse(found: list[str]) -> None:
 
 
 def broken_links(page: Page) -> list[str]:
+    """Returns the link targets inside the repository that do not exist."""
     broken = []
     for link in page.links:
         if re.match(r"\w+:", link):
@@ -52,7 +54,7 @@ def broken_links(page: Page) -> list[str]:
 
 @each_page
 def test_links_and_anchors(page: Page) -> None:
-    refuse([f"{page.name} {link}" for link in broken_links(page)])
+    fail_or_skip([f"{page.name} {link}" for link in broken_links(page)])
 
 
 def test_a_broken_link_is_found() -> None:
@@ -63,7 +65,7 @@ def test_a_broken_link_is_found() -> None:
 
 
 def test_every_page_is_linked_from_the_index() -> None:
-    """Recipes have an index of their own, or are linked one by one."""
+    """Recipes are linked from the index like any other page, though they are in a folder of their own."""
     linked = {link.split("#")[0] for link in PAGES["docs/README.md"].links}
     mine = {name.removeprefix("docs/") for name in PAGES if name.count("/") == 1 and name != "docs/README.md"}
     assert mine - linked == set()
@@ -84,7 +86,7 @@ def test_files_that_are_named_exist(page: Page) -> None:
 
 
 def commands(page: Page) -> list[str]:
-    """Those in code within lines, and the lines of blocks of shell."""
+    """Returns the commands of a page: in inline code, and the lines of shell blocks."""
     found = [text for _, text in page.spans if re.match(r"(bash|python|bazel) ", text)]
     for code in page.codes:
         if code.words[:1] in (("bash",), ("sh",)):
@@ -93,7 +95,8 @@ def commands(page: Page) -> list[str]:
 
 
 def refused(main: Callable[[list[str]], int], arguments: list[str]) -> str | None:
-    """The arguments where a command of ours does not take them: it is asked for its help behind them."""
+    """Returns the arguments if a command of this repository rejects them, else None. Runs it with --help added, so that
+    it only parses them."""
     if arguments[-1:] == ["--rows"]:  # "--rows ...": any of them
         arguments = arguments[:-1]
     said = io.StringIO()
@@ -105,7 +108,8 @@ def refused(main: Callable[[list[str]], int], arguments: list[str]) -> str | Non
 
 
 def wrong_command(command: str) -> str | None:
-    """What is not there of a command that this repository has; None for a good one, or one of others."""
+    """Returns what is wrong with a command of this repository: a missing file or illegal arguments. None if nothing is,
+    or if the command is not of this repository."""
     words = [word for word in shlex.split(command) if word != "..."]
     if words[:3] == ["python", "-m", "torch_ext"]:
         return refused(runpy.run_module("torch_ext")["main"], words[3:])
@@ -123,8 +127,8 @@ def wrong_command(command: str) -> str | None:
 
 @each_page
 def test_commands_exist(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)  # where they are to be given
-    refuse([f"{page.name} {wrong}" for command in commands(page) if (wrong := wrong_command(command))])
+    monkeypatch.chdir(ROOT)  # where users run them
+    fail_or_skip([f"{page.name} {wrong}" for command in commands(page) if (wrong := wrong_command(command))])
 
 
 @pytest.mark.parametrize(
@@ -149,7 +153,7 @@ def test_a_wrong_command_is_found(command: str) -> None:
 
 @each_page
 def test_settings_are_legal(page: Page) -> None:
-    """`override_ddp_config={...}` in a line or a cell: keys, and values of these keys."""
+    """Inline code like `override_ddp_config={...}` has legal keys and values."""
     for _, text in page.spans:
         found = re.fullmatch(r"(override_(?:optimizer|ddp)_config)=(\{.*\})", text)
         if found and "..." not in text:
@@ -168,7 +172,7 @@ FIGURES = [
 
 @pytest.mark.parametrize(("page", "table"), FIGURES)
 def test_figures_have_a_command(page: Page, table: pages.Table) -> None:
-    """In the table, or in a block of its section, or in the section above."""
+    """Each table of figures has the command that prints them, in the table or in a code block of its section."""
     cells = " ".join(cell for row in table.rows for cell in row)
     blocks = " ".join(code.text for code in page.blocks_of.get(table.section, []))
     assert re.search(r"(bash|python) (tests|examples)/", cells + blocks)
@@ -183,7 +187,8 @@ def test_figures_are_found() -> None:
 
 @functools.cache
 def literals() -> list[str]:
-    """Every literal of the package and of the C library; what f-strings put in is a gap."""
+    """Returns the string literals of the package, where an f-string is split at its values, and the C library's
+    sources, with adjacent literals joined."""
     found = []
     for path in (ROOT / "torch_ext").rglob("*.py"):
         found += [
@@ -201,11 +206,11 @@ def is_a_message(part: str) -> bool:
 
 
 def test_messages_are_the_librarys() -> None:
-    """The first column of the tables of errors.md has parts of messages."""
+    """The first column of errors.md's tables has parts of messages that occur in the sources."""
     tables = [table for table in PAGES["docs/errors.md"].tables if table.rows[0][0] == "message"]
     parts = [part.strip("`") for table in tables for part, *_ in table.rows[1:]]
     assert len(parts) > 30
-    refuse([f"errors.md message: {part}" for part in parts if not is_a_message(part)])
+    fail_or_skip([f"errors.md message: {part}" for part in parts if not is_a_message(part)])
 
 
 # -- the API -----------------------------------------------------------------------------------------------------------
@@ -215,7 +220,7 @@ def test_every_public_name_is_listed() -> None:
     shown = {text for table in PAGES["docs/api.md"].tables for text in re.findall(r"`(\w+)`", table_text(table))}
     assert set(torch_ext.__all__) - shown == set()
     first = {name for row in PAGES["docs/api.md"].tables[0].rows for name in re.findall(r"`(\w+)`", row[0])}
-    refuse([name for name in sorted(first) if name not in torch_ext.__all__])
+    fail_or_skip([name for name in sorted(first) if name not in torch_ext.__all__])
 
 
 def table_text(table: pages.Table) -> str:
@@ -223,9 +228,10 @@ def table_text(table: pages.Table) -> str:
 
 
 def test_tables_of_the_main_job_are_made_from_its_results() -> None:
-    """docs/benchmarks.md has them all, the README the first: what `python examples/gpt/tables.py` prints."""
+    """docs/benchmarks.md has all tables that `python examples/gpt/tables.py` prints, and README.md has the first
+    one."""
     if not (ROOT / "examples/gpt/results.json").exists():
-        refuse(["README.md examples/gpt/results.json"])
+        fail_or_skip(["README.md examples/gpt/results.json"])
     command = [sys.executable, str(ROOT / "examples/gpt/tables.py")]
     printed = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert printed.returncode == 0, printed.stderr
@@ -236,20 +242,21 @@ def test_tables_of_the_main_job_are_made_from_its_results() -> None:
 
 
 def other_names_of_the_benchmarks() -> list[str]:
-    """The configurations whose figures tests/bench prints under another name than the pages."""
+    """Returns the configurations that have another name in tests/bench than on the pages."""
     from bench.optimizer_configs import CONFIGURATIONS
 
     return sorted(set(CONFIGURATIONS) - {"fp32", "bf16", "bf16_remainder", "8bit"})
 
 
 def test_benchmarks_have_the_names_of_the_pages() -> None:
-    refuse(["tests/bench names of configurations"] if other_names_of_the_benchmarks() else [])
+    fail_or_skip(["tests/bench names of configurations"] if other_names_of_the_benchmarks() else [])
 
 
 # -- what is pending ---------------------------------------------------------------------------------------------------
 
 
-def has_come(what: str) -> bool:
+def exists_now(what: str) -> bool:
+    """Whether an entry of PENDING exists now."""
     if what == "names of configurations":
         return not other_names_of_the_benchmarks()
     if "/" in what:
@@ -263,4 +270,4 @@ def has_come(what: str) -> bool:
 
 
 def test_nothing_that_has_come_is_pending() -> None:
-    assert [what for what in PENDING if has_come(what)] == [], "take these lines out of tests/docs/pending.py"
+    assert [what for what in PENDING if exists_now(what)] == [], "take these lines out of tests/docs/pending.py"

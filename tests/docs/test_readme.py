@@ -1,4 +1,5 @@
-"""The README is short, and it and the pages of docs/ use no term that docs/glossary.md does not define."""
+"""Tests that the README is short, that docs/glossary.md defines the terms that it and the pages of docs/ use, and that
+docs/operators.md is complete."""
 
 import re
 
@@ -8,9 +9,9 @@ import pytest
 from pages import README
 
 MOST_LINES = 120
-SCREEN = 60  # lines that are read first
+SCREEN = 60  # lines of the README's first screen, which is what people read first
 
-# Terms that somebody who has trained with PyTorch may not know. A term in singular stands for its plural, too.
+# Terms that a user of PyTorch may not know. The singular stands for the plural, too.
 TERMS = """
     all-reduce, all-to-all, bit for bit, block scale, bucket, checksum, clip, collective, CUDA graph, dithered, e4m3,
     exp_avg, exp_avg_sq, flat buffer, found_inf, FSDP2, gloo, held-out, loss scale, main gradients, master,
@@ -18,7 +19,7 @@ TERMS = """
     process group, PTX, rank, reduce, reduce-scatter, remainder, replica, resync, rms, shard, stochastic, strategy,
     stream, tied weights, ulp, unshard, version counter, wire, world size, ZeRO, ZeRO-1, ZeRO-2, ZeRO-3
 """
-# Words with a digit or a capital inside are terms, too, but for names that say what they are.
+# Words with a digit or a capital letter inside count as terms, too. These are exceptions.
 KNOWN = """
     AdamW, BSD-3-Clause, DistributedDataParallel, GPT, GPT-2, PyTorch, README, torch_ext
 """
@@ -29,20 +30,20 @@ def listed(text: str) -> list[str]:
 
 
 def defined() -> set[str]:
-    """The bold words that the glossary's entries begin with: **term, other term**."""
+    """Returns the glossary's terms: the bold words at the beginning of its entries, **term, other term**."""
     entries = re.findall(r"^\*\*(.+?)\*\* — ", pages.read("docs/glossary.md").text, flags=re.MULTILINE)
     return {name.lower() for entry in entries for name in entry.split(", ")}
 
 
 def prose(text: str) -> str:
-    """Without blocks of code, code within lines, comments and the targets of links."""
+    """Returns a text without code blocks, inline code, comments and link targets."""
     text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"<!--.*?-->|`[^`\n]*`|\]\([^)]*\)", " ", text, flags=re.DOTALL)
     return text
 
 
 def used(text: str) -> set[str]:
-    """The terms in a text, as they stand in TERMS."""
+    """Returns the terms in a text, spelled as in TERMS."""
     text = prose(text)
     spoken = re.sub(r"\s+", " ", text).lower()
     found = {
@@ -65,7 +66,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_first_screen_uses_terms() -> None:
-    """So that the next test looks at something."""
+    """Makes sure that the next test finds terms to check."""
     assert {"master weight", "optimizer state", "bf16"} <= used(first_screen())
 
 

@@ -1,5 +1,5 @@
-"""The API reference is built from the docstrings; it has every public name, its links lead somewhere, and docstrings
-speak of every argument."""
+"""Tests the API reference, which is built from the docstrings: it has every public name, its links work, and the
+docstrings mention every argument."""
 
 import dataclasses
 import html.parser
@@ -18,11 +18,13 @@ pdoc = pytest.importorskip("pdoc", reason="pdoc, which builds the API reference,
 sys.path.insert(0, str(ROOT / "docs"))
 import build_reference  # noqa: E402
 
-# What the docstring of a function or class need not say: made by others, or said in other words.
+# Arguments that a docstring need not mention: users do not pass them, or they are described in other words.
 NOT_NAMED = {"Policy": {"values", "origins"}, "register_comm_hook": {"ddp"}}
 
 
 class _Page(html.parser.HTMLParser):
+    """The anchors, links and list items of an HTML page."""
+
     def __init__(self, text: str) -> None:
         super().__init__()
         self.anchors: set[str] = set()
@@ -80,7 +82,7 @@ def test_arguments_are_a_list() -> None:
 
 
 def own_functions(name: str) -> list[tuple[str, Any]]:
-    """A public function; or a class and its public methods, but for those that torch's classes have as well."""
+    """Returns a public function; or a class and its public methods, without those that a class of torch has as well."""
     public = getattr(torch_ext, name)
     if not inspect.isclass(public):
         return [(name, public)]
@@ -89,8 +91,8 @@ def own_functions(name: str) -> list[tuple[str, Any]]:
     return [(name, public), *((f"{name}.{m}", f) for m, f in methods.items())]
 
 
-def said_of(what: str, function: Any) -> str:
-    """The docstring, and those of the fields of a dataclass."""
+def documentation_of(what: str, function: Any) -> str:
+    """Returns the docstring, and for a dataclass also the names of the documented fields."""
     text = inspect.getdoc(function) or ""
     if dataclasses.is_dataclass(function):
         shown = build_reference.reference().members[what]
@@ -101,7 +103,7 @@ def said_of(what: str, function: Any) -> str:
 @pytest.mark.parametrize("name", sorted(torch_ext.__all__))
 def test_docstrings_speak_of_every_argument(name: str) -> None:
     for what, function in own_functions(name):
-        text = said_of(what, function)
+        text = documentation_of(what, function)
         assert len(text) > 20, what
         is_exception = inspect.isclass(function) and issubclass(function, BaseException)
         names = set() if is_exception else set(inspect.signature(function).parameters)

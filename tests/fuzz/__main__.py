@@ -1,5 +1,6 @@
-"""python tests/fuzz SECONDS [--targets dtype policy ...] [--seed S] [--keep]: all fuzz targets for so many seconds, two
-at a time. One line for each at the end; exit status 1 where something was found, which is printed with its input."""
+"""python tests/fuzz SECONDS [--targets dtype policy ...] [--seed S] [--keep]: runs fuzz targets for so many seconds in
+total, two at a time. Prints one line for each target at the end. If something was found, prints it with its input and
+exits with status 1."""
 
 import argparse
 import pathlib

@@ -1,5 +1,5 @@
-// The step: any dtypes, sizes, hyper-parameters and table of places, what it leaves behind, and what two parameters
-// have in common.
+// The step: any dtypes, sizes, hyper-parameters and tables of places, optional outputs, and parameters that share
+// memory.
 #include "tests/fuzz/adamw_input.h"
 #include "tests/fuzz/extras_input.h"
 

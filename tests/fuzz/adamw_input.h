@@ -1,4 +1,4 @@
-// Calls of the step out of the fuzzer's bytes.
+// Builds calls of the step from the fuzzer's bytes.
 #ifndef TESTS_FUZZ_ADAMW_INPUT_H
 #define TESTS_FUZZ_ADAMW_INPUT_H
 

@@ -1,4 +1,4 @@
-// Buckets: gradients at any offsets into any dtype and back, sums of the ranks' chunks.
+// Buckets: gradients at any offsets are copied into any dtype and back, and chunks of ranks are summed.
 #include <algorithm>
 
 #include "tests/fuzz/operate.h"

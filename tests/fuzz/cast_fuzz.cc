@@ -5,7 +5,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   static const tx_dtype kScaled[] = {TX_U8, TX_F16};
   fuzz::Input input(data, size);
   fuzz::Memory memory(&input);
-  std::vector<tx_tensor> lists[4];  // sources, destinations, their scales
+  std::vector<tx_tensor> lists[4];  // sources and destinations, and the scales of both
   std::vector<tx_meta> meta;
   for (uint32_t n = 1 + input.Below(3); n > 0; n--) {
     const int64_t numel = fuzz::Numel(&input);

@@ -1,4 +1,4 @@
-// Messages of bf16: what is compressed comes back, and what is expanded may be any bytes.
+// Compressed messages of bf16: what is compressed can be expanded again, and any bytes may be given to expand.
 #include "tests/fuzz/operate.h"
 
 namespace {
@@ -7,7 +7,7 @@ void Compress(fuzz::Input *input) {
   fuzz::Memory memory(input);
   const int64_t numel = input->Odd(16) ? fuzz::Numel(input) : TX_BLOCK * (1 + input->Below(20));
   tx_tensor values = memory.Take(numel, TX_BF16, input->Below(2));
-  for (uint32_t i = input->Below(40); i > 0 && numel > 0; i--) {  // that are far from their neighbours
+  for (uint32_t i = input->Below(40); i > 0 && numel > 0; i--) {  // outliers
     static_cast<uint8_t *>(values.data)[2 * (input->Below(4096) % numel) + 1] = input->Byte();
   }
   tx_tensor message = memory.Take(tx_compressed_bytes(numel) + input->Odd(32), TX_U8);
@@ -32,12 +32,12 @@ void Expand(fuzz::Input *input) {
   const int64_t numel = TX_BLOCK * (1 + input->Below(6));
   const tx_tensor message = memory.Take(tx_compressed_bytes(numel), TX_U8), values = memory.Take(numel, TX_BF16);
   const tx_tensor rests = memory.I64s(1);
-  if (input->Odd(2)) {  // one that was good
+  if (input->Odd(2)) {  // a valid message, damaged
     const tx_tensor source = memory.Take(numel, TX_BF16);
     auto *bytes = static_cast<uint8_t *>(source.data);
     for (int64_t i = 0; i < numel; i++)
       bytes[2 * i + 1] = 0x3F;
-    for (uint32_t i = input->Below(16); i > 0; i--) /* that are far from their neighbours */
+    for (uint32_t i = input->Below(16); i > 0; i--) /* outliers */
       bytes[2 * (input->Below(65535) % numel) + 1] = 0;
     CHECK(tx_compress(source, message, static_cast<int64_t *>(rests.data), nullptr) == TX_OK);
   }

@@ -1,4 +1,4 @@
-// The gradient cycle's machine: any events in any order, and reports of other ranks that may hold anything.
+// The gradient cycle's state machine: any events in any order, and reports of other ranks with any contents.
 #include "csrc/torch_ext_cycle.h"
 #include "tests/fuzz/fuzz.h"
 
@@ -127,7 +127,7 @@ void Machine::Event() {
   }
 }
 
-// Every rank's reports: this one's, or one that differs in some bytes.
+// The reports of all ranks: copies of this one's, some with other bytes.
 void Machine::Read() {
   const int64_t bytes = tx_cycle_report_bytes(cycle);
   CHECK(bytes >= 16);
@@ -186,7 +186,8 @@ void Machine::Act(const tx_cycle_action &action) {
   tx_cycle_done(cycle, static_cast<int32_t>(input->Below(2)));
 }
 
-// Until there is nothing to do, or somebody was interrupted: what was not done is handed out again.
+// Performs actions until there are none left, or one is interrupted; an action that was not done must be returned
+// again.
 void Machine::Acts() {
   for (int n = 0; n < 200; n++) {
     tx_cycle_action action, again;

@@ -1,5 +1,5 @@
-// Deltas that may be any bytes, and deltas whose bodies were forged under a checksum that is right: what is refused
-// writes nothing, and what is applied writes weights alone.
+// Deltas that consist of any bytes, and deltas with forged bodies and correct checksums: what is rejected writes
+// nothing, and what is applied only writes weights.
 #include <cstring>
 #include <vector>
 

@@ -1,4 +1,4 @@
-// Names: of dtypes, of strategies, of parameters, and codes that are none.
+// Names of dtypes, strategies and parameters, and codes that do not exist.
 #include "tests/fuzz/fuzz.h"
 
 namespace {
@@ -36,7 +36,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   auto *const dtype = static_cast<tx_dtype *>(found.data);
   const bool parsed =
       fuzz::Answer(&memory, [&](tx_error *error) { return tx_dtype_parse(text.c_str(), dtype, error); }) == TX_OK;
-  if (parsed && *dtype != TX_NONE) {  // its own name is one of its names
+  if (parsed && *dtype != TX_NONE) {  // the dtype's own name is one of its names
     tx_dtype again = TX_NONE;
     CHECK(tx_dtype_parse(tx_dtype_name(*dtype), &again, nullptr) == TX_OK && again == *dtype);
   }

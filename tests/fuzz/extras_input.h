@@ -1,4 +1,4 @@
-// What a step leaves behind beside states, out of the fuzzer's bytes.
+// Builds the optional outputs of a step from the fuzzer's bytes.
 #ifndef TESTS_FUZZ_EXTRAS_INPUT_H
 #define TESTS_FUZZ_EXTRAS_INPUT_H
 
@@ -6,11 +6,11 @@
 
 namespace fuzz {
 
-// Of each parameter any of them; where no bytes are left none is asked for.
+// For each parameter any subset of them; none once the input is used up.
 struct Extras {
   std::vector<tx_tensor> changed, moved, distances, emas, ema_lows, healths;
 
-  // params and masters may be odd already.
+  // params and masters may be invalid already.
   Extras(Input *input, Memory *memory, const std::vector<tx_tensor> &params, const std::vector<tx_tensor> &masters) {
     for (size_t i = 0; input->Odd(2) && i < params.size(); i++)
       Add(input, memory, params[i], masters[i]);

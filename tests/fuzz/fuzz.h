@@ -1,8 +1,8 @@
-// What fuzz targets are written with: numbers out of the fuzzer's bytes, memory between guards, and a check that ends
+// The common part of fuzz targets: numbers taken from the fuzzer's bytes, memory between guards, and a check that ends
 // the process. A target is one file, NAME_fuzz.cc, which defines LLVMFuzzerTestOneInput; its kept inputs are in
 // corpus/NAME. tests/fuzz.sh runs it under libFuzzer, and replay.cc in the ordinary build.
 //
-// Where no bytes are left every number is 0, and that is always what is ordinary: a short input is a plain call.
+// Once the input is used up, every number is 0, and 0 always means the ordinary case: so a short input is a plain call.
 #ifndef TESTS_FUZZ_FUZZ_H
 #define TESTS_FUZZ_FUZZ_H
 
@@ -21,7 +21,7 @@
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
-// A promise of the library that was not kept ends the process, as a sanitizer does.
+// Ends the process, as a sanitizer does, if a promise of the library is broken.
 #define CHECK(promise)                                                             \
   do {                                                                             \
     if (!(promise)) {                                                              \
@@ -33,7 +33,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 namespace fuzz {
 
 #if defined(__SANITIZE_ADDRESS__)
-inline constexpr size_t kGuard = 0;  // the sanitizer's own are to the byte
+inline constexpr size_t kGuard = 0;  // the sanitizer's own guards are exact to the byte
 #elif defined(__has_feature)
 #if __has_feature(address_sanitizer)
 inline constexpr size_t kGuard = 0;
@@ -44,7 +44,7 @@ inline constexpr size_t kGuard = 64;
 inline constexpr size_t kGuard = 64;
 #endif
 
-// The fuzzer's bytes, taken one after the other.
+// The fuzzer's bytes, consumed in order.
 class Input {
  public:
   Input(const uint8_t *data, size_t size) : data_(data), size_(size) {}
@@ -55,7 +55,7 @@ class Input {
     size_--;
     return *data_++;
   }
-  // Up to n bytes as they are.
+  // Up to n bytes, unchanged.
   std::vector<uint8_t> Bytes(size_t n) {
     n = n < size_ ? n : size_;
     std::vector<uint8_t> bytes(data_, data_ + n);
@@ -63,19 +63,19 @@ class Input {
     size_ -= n;
     return bytes;
   }
-  // 0 ... bound - 1.
+  // In 0 ... bound - 1.
   uint32_t Below(uint32_t bound) {
     const uint32_t number = bound > 256 ? Byte() | static_cast<uint32_t>(Byte()) << 8 : Byte();
     return number % bound;
   }
-  // One time in n, and never where no bytes are left.
+  // True one time in n, and never once the input is used up.
   bool Odd(uint32_t n) { return Byte() >= 256 - 256 / n; }
   template <typename Value, size_t N>
   Value Of(const Value (&values)[N]) {
     return values[Below(N)];
   }
 
-  // Small, or about a power of two of either sign, or any eight bytes.
+  // A small number, one near a power of two with either sign, or any eight bytes.
   int64_t I64() {
     const uint8_t kind = Byte();
     if (kind < 96) return Byte();
@@ -96,7 +96,7 @@ class Input {
     if (kind < 8) return std::numeric_limits<double>::infinity() * (kind < 6 ? 0 : kind < 7 ? 1 : -1);
     return kind < 192 ? kValues[kind % (sizeof kValues / sizeof *kValues)] : Raw<double>();
   }
-  // Without a NUL, of at most n bytes.
+  // At most n bytes without a NUL.
   std::string Text(size_t n) {
     std::string text;
     for (size_t i = Below(static_cast<uint32_t>(n) + 1); i > 0 && size_ > 0 && *data_ != 0; i--)
@@ -126,12 +126,12 @@ inline tx_tensor None() {
   return {nullptr, 0, TX_NONE, 0};
 }
 
-// Memory of tensors, each by itself, at any address, exactly as large as it is said to be.
+// Memory of tensors. Each has its own allocation of exactly its size, at any alignment.
 class Memory {
  public:
   explicit Memory(Input *input) : input_(input), random_(0x9E3779B97F4A7C15u + input->Byte()) {}
 
-  // What is in it: some of the fuzzer's bytes, the rest random, all finite numbers or any bits.
+  // A tensor. It contains some of the fuzzer's bytes, the rest is random: either finite numbers or any bits.
   tx_tensor Take(int64_t numel, tx_dtype dtype, int64_t misalign = 0) {
     const size_t bytes = static_cast<size_t>(numel * SizeOf(dtype));
     const size_t begin = kGuard + static_cast<size_t>(misalign);
@@ -150,7 +150,7 @@ class Memory {
     return t;
   }
   tx_tensor F32(float value) { return One(value, TX_F32); }
-  // Numbers as other ranks, or a damaged file, may have left them.
+  // Numbers as other ranks, or a damaged file, could have written them.
   tx_tensor I64s(int64_t numel) {
     const tx_tensor t = Take(numel, TX_I64);
     for (int64_t i = 0; i < numel; i++) {
@@ -198,7 +198,7 @@ class Memory {
     size_t begin, bytes;
     tx_dtype dtype;
   };
-  // Exponent and mantissa in the upper bits of an element.
+  // Exponent and mantissa are in the upper bits of an element.
   static bool IsNan(const uint8_t *element, size_t size, tx_dtype dtype) {
     uint32_t bits = 0;
     std::memcpy(&bits, element, size);
@@ -228,7 +228,7 @@ class Memory {
   std::deque<Block> blocks_;
 };
 
-// Threads that are none, of a number that may be absurd.
+// A tx_parallel that runs its tasks on the calling thread, and may report an absurd number of threads.
 class Parallel {
  public:
   explicit Parallel(Input *input) {
@@ -252,8 +252,9 @@ inline bool IsSentence(const tx_error &error) {
   return length > 0 && length < sizeof error.message;
 }
 
-// call(tx_error *): an answer or a refusal. A refusal says why and changes nothing; nothing beside the memory that was
-// given is written; and the same call gives the same answer where there is no buffer for a message. Returns its status.
+// Makes a call, call(tx_error *), which may succeed or be rejected. A rejection has a message and changes nothing.
+// Nothing is written outside the given memory. And the same call without an error struct has the same result. Returns
+// the status.
 template <typename Call>
 tx_status Answer(Memory *memory, Call call) {
   const auto before = memory->Copy();
@@ -268,7 +269,7 @@ tx_status Answer(Memory *memory, Call call) {
   memory->Restore(before);
   CHECK(call(nullptr) == status);
   CHECK(memory->GuardsAreWhole());
-  CHECK(memory->HasNan() || memory->Copy() == after); /* of which NaN an operation makes, nothing is promised */
+  CHECK(memory->HasNan() || memory->Copy() == after); /* which NaN an operation produces is not specified */
   return status;
 }
 

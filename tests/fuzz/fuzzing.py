@@ -14,27 +14,27 @@ HERE = pathlib.Path(__file__).absolute().parent
 CORPUS = HERE / "corpus"
 
 JOBS = 2
-"""Targets that run at a time."""
+"""How many targets run at the same time."""
 
 _FOLDERS = ["csrc/core", "csrc/cpu", "csrc/nccl", "csrc/ops", "csrc/torch"]
 _SANITIZE = ["-fsanitize=address,undefined,float-cast-overflow,fuzzer-no-link", "-fno-sanitize-recover=all"]
-# The loops branch by their sizes alone, and are most of what is compiled: the address sanitizer sees their memory.
+# The kernels only branch on sizes and take most of the compile time. The address sanitizer checks their accesses.
 _SANITIZE_LOOPS = ["-fsanitize=address"]
 _LIMITS = ["-max_len=2048", "-len_control=0", "-timeout=20", "-rss_limit_mb=3000", "-print_final_stats=1"]
 
 
 class Found(NamedTuple):
-    """What became of a target."""
+    """The result of running a target."""
 
     target: str
     runs: int
     seconds: float
     problem: str
-    """"" where nothing was found."""
+    """What was found; "" if nothing was."""
 
 
 def why_not() -> str:
-    """Why nothing can be fuzzed on this machine; "" where it can."""
+    """Why this machine cannot run fuzz targets; "" if it can."""
     if CLANG is None:
         return "clang is not installed (tests/run.sh installs it)"
     found = subprocess.run(
@@ -51,7 +51,7 @@ def targets() -> list[str]:
 
 
 def compile_source(source: Source, folder: pathlib.Path, text: str | None = None) -> pathlib.Path:
-    """text: instead of the file's own."""
+    """text: compiled instead of the file's contents."""
     path, made = source.path, folder / f"{source.name}.o"
     sanitize = _SANITIZE_LOOPS if "kernels_isa" in path else _SANITIZE
     if text is not None:
@@ -67,8 +67,8 @@ def sources() -> list[Source]:
 
 
 def build_library(folder: pathlib.Path) -> dict[str, pathlib.Path]:
-    """The objects of the library, by the paths of their sources and what else they are told apart by."""
-    every = sorted(sources(), key=lambda source: "kernels_isa" not in source.path)  # the longest first
+    """The objects of the library, by Source.name."""
+    every = sorted(sources(), key=lambda source: "kernels_isa" not in source.path)  # these take longest to compile
     made = in_parallel(lambda source: compile_source(source, folder), every)
     return {source.name: path for source, path in zip(every, made, strict=True)}
 
@@ -76,7 +76,7 @@ def build_library(folder: pathlib.Path) -> dict[str, pathlib.Path]:
 def compile_target(target: str, folder: pathlib.Path) -> pathlib.Path:
     made = folder / f"{target}_fuzz.o"
     flags = [flag for flag in starlark("bazel/copts.bzl")["TEST_OPTS"] if flag != "-Werror"]
-    # Numbers that are no enumerator are what the library has to refuse.
+    # The library has to reject numbers that are not enumerators, so targets pass them.
     source = f"tests/fuzz/{target}_fuzz.cc"
     clang(*flags, "-O1", "-g1", *_SANITIZE, "-fno-sanitize=enum", "-c", source, "-o", str(made))
     return made
@@ -89,7 +89,7 @@ def link(made: pathlib.Path, objects: list[pathlib.Path], program: pathlib.Path)
 
 
 def build(folder: pathlib.Path, chosen: list[str]) -> dict[str, pathlib.Path]:
-    """The programs of these targets."""
+    """Builds the programs of the chosen targets; by target."""
     objects = list(build_library(folder).values())
     work = functools.partial(compile_target, folder=folder)
     made = in_parallel(work, chosen)
@@ -98,7 +98,8 @@ def build(folder: pathlib.Path, chosen: list[str]) -> dict[str, pathlib.Path]:
 
 
 def run(target: str, program: pathlib.Path, seconds: float, grown: pathlib.Path, seed: int = 1) -> Found:
-    """First the kept inputs, then others for so many seconds. grown: a folder for those that lead further."""
+    """Runs the kept inputs first, then new ones for so many seconds. grown: the folder for new inputs that reach code
+    which no input before reached."""
     grown.mkdir(exist_ok=True)
     kept = [str(CORPUS / target)] if (CORPUS / target).is_dir() else []
     options = [f"-max_total_time={max(1, round(seconds))}", f"-seed={seed}", f"-artifact_prefix={grown}/"]
@@ -116,14 +117,14 @@ def run(target: str, program: pathlib.Path, seconds: float, grown: pathlib.Path,
 
 
 def _essence(text: str) -> str:
-    """What was found, where, and the input; not the whole of libFuzzer's log."""
+    """The lines of libFuzzer's log that show what was found, where, and for which input."""
     lines = text.splitlines()
     tells = re.compile(r"not kept|runtime error|ERROR:|SUMMARY|^\s+#\d+ .*(csrc|tests/fuzz)/|Test unit written|^Base64")
     return "\n".join([line for line in lines if tells.search(line)][:30]) or "\n".join(lines[-30:])
 
 
 def run_all(programs: dict[str, pathlib.Path], seconds: float, folder: pathlib.Path, seed: int = 1) -> dict[str, Found]:
-    """All of them in so many seconds."""
+    """Runs all programs, in so many seconds altogether."""
     each = seconds * JOBS / max(len(programs), 1)
     with ThreadPoolExecutor(JOBS) as pool:
         found = pool.map(lambda target: run(target, programs[target], each, folder / f"{target}.grown", seed), programs)
@@ -131,8 +132,8 @@ def run_all(programs: dict[str, pathlib.Path], seconds: float, folder: pathlib.P
 
 
 def keep(target: str, program: pathlib.Path, grown: pathlib.Path, most: int = 40) -> int:
-    """Of the kept inputs and the grown ones those that lead as far as all of them, or some of these, of all sizes: they
-    become the corpus."""
+    """Replaces the target's corpus by inputs from it and from `grown` that together reach the same code as all of them.
+    If these are more than `most`, keeps every k-th in order of size. Returns how many were kept."""
     merged = grown.with_suffix(".merged")
     merged.mkdir(exist_ok=True)
     folders = [str(grown), *([str(CORPUS / target)] if (CORPUS / target).is_dir() else [])]

@@ -1,4 +1,4 @@
-// The planners: buckets, shards, slices, boxes, units of full sharding, what is offloaded.
+// The planners: buckets, shards, slices, boxes, units of full sharding, offloaded state.
 #include "tests/fuzz/layout_input.h"
 
 namespace {
@@ -8,7 +8,7 @@ T *Room(fuzz::Memory *memory, int64_t n) {
   return static_cast<T *>(memory->Take(n * static_cast<int64_t>(sizeof(T)), TX_U8, 0).data);
 }
 
-// Parameters lie in their buckets, aligned, apart; shards cover buckets.
+// Parameters are inside their buckets, aligned, and do not overlap; shards cover the buckets.
 void CheckPlan(const tx_layout_args &args, const tx_layout_place *places, const tx_layout_bucket *buckets,
                const tx_layout_summary &summary) {
   CHECK(summary.n_buckets >= 0 && summary.n_buckets <= args.n && summary.n_buffers <= summary.n_buckets);

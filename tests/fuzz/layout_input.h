@@ -1,4 +1,4 @@
-// Parameters out of the fuzzer's bytes, for the planners.
+// Builds parameters for the planners from the fuzzer's bytes.
 #ifndef TESTS_FUZZ_LAYOUT_INPUT_H
 #define TESTS_FUZZ_LAYOUT_INPUT_H
 

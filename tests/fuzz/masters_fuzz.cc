@@ -1,4 +1,4 @@
-// Masters beside weights: encoded and decoded, taken over from weights, and looked at by their checksums.
+// Masters and weights: encode and decode, resync from weights, and checksums.
 #include "tests/fuzz/operate.h"
 
 namespace {
@@ -29,7 +29,7 @@ struct Masters {
   }
 };
 
-// What was decoded is encoded to the same bits, but for NaNs, and the ties of Note [remainders].
+// Encoding a decoded master gives the same bits, except for NaNs and the ties in Note [remainders].
 void CheckRoundTrip(const Masters &m, fuzz::Memory *memory) {
   for (size_t i = 0; i < m.decoded.size(); i++) {
     const auto before = memory->Copy();

@@ -1,4 +1,4 @@
-// Bytes of a rank, of layouts that were planned and of what is said to be one; and what the exchange decides by numbers
+// The memory of a rank, for layouts that were planned and for invalid ones; and what the exchange decides from numbers
 // that other ranks measured.
 #include <cmath>
 
@@ -6,7 +6,7 @@
 
 namespace {
 
-// A plan, of which a few numbers may be other ones.
+// A plan, in which some numbers may be wrong.
 struct Plan {
   fuzz::Layout layout;
   std::vector<tx_layout_place> places;
@@ -28,7 +28,7 @@ struct Plan {
   }
 };
 
-// Muon's matrices: whole parameters, or halves of them, of which a few numbers may be other ones; and their room.
+// Muon's matrices: whole parameters or halves of them, in which some numbers may be wrong; and their workspace.
 struct Matrices {
   std::vector<tx_muon_matrix> all;
   std::vector<int64_t> room;
@@ -46,7 +46,7 @@ struct Matrices {
         all.push_back({p, i * rows, rows, 1, owner, travels, products, 0});
       }
     }
-    if (all.empty() || args->layout->world > 64) return; /* each rank's step is looked at */
+    if (all.empty() || args->layout->world > 64) return; /* every rank's step is computed */
     if (input->Odd(16)) {
       tx_muon_matrix &m = all[input->Below(static_cast<uint32_t>(all.size()))];
       int64_t *const kNumbers[] = {&m.param, &m.begin, &m.rows, &m.columns};
@@ -121,7 +121,7 @@ void Bytes(fuzz::Input *input) {
   CHECK(found.peak >= found.total);
 }
 
-// Messages over a link, and its speed.
+// The messages over a link, and its measured speed.
 void Messages(fuzz::Input *input) {
   const size_t n = input->Below(7);
   std::vector<int64_t> bytes(n), buffer(n);
@@ -170,7 +170,7 @@ void Messages(fuzz::Input *input) {
   CHECK(cuts >= 1 && (cuts == 1 || bucket / (cuts - 1) >= 256 << 10));
 }
 
-// What Muon's matrices cost, and who has them.
+// The costs of Muon's matrices, and their owners.
 void Owners(fuzz::Input *input) {
   const int64_t rows = input->I64(), columns = input->I64(), steps = input->I64(), restart = input->I64();
   const auto dtype = static_cast<int32_t>(input->Below(4)), tiles = static_cast<int32_t>(input->Below(2));

@@ -1,5 +1,5 @@
-// Muon's two passes: any dtypes, sizes, tables of matrices and rates, what they leave behind, and what two parameters
-// have in common.
+// Muon's two passes: any dtypes, sizes, tables of matrices and rates, optional outputs, and parameters that share
+// memory.
 #include "tests/fuzz/extras_input.h"
 
 namespace {

@@ -1,4 +1,4 @@
-// What other ranks say that they exchanged.
+// The comparison of the exchanges that all ranks report.
 #include "csrc/torch_ext_advanced.h"
 #include "tests/fuzz/fuzz.h"
 
@@ -21,7 +21,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     tx_nccl_record *r = &records[input.Below(static_cast<uint32_t>(records.size()))];
     if (input.Odd(2)) r->operation = input.I64();
     if (input.Odd(2)) r->hash = static_cast<uint64_t>(input.I64());
-    if (input.Odd(4)) std::memset(r->what, 'x', sizeof r->what); /* without an end */
+    if (input.Odd(4)) std::memset(r->what, 'x', sizeof r->what); /* not terminated */
     same = false;
   }
   tx_error error = {};

@@ -1,4 +1,4 @@
-// Operators' calls: tensors that may be odd, and what every call must keep.
+// Calls of operators: tensors that may be invalid, and what must hold for every call.
 #ifndef TESTS_FUZZ_OPERATE_H
 #define TESTS_FUZZ_OPERATE_H
 
@@ -11,7 +11,7 @@ namespace fuzz {
 
 inline constexpr tx_dtype kPlain[] = {TX_BF16, TX_F32, TX_F16};
 
-// Elements: about blocks and tiles, and seldom so many that several threads share them.
+// The number of elements: around the sizes of blocks and tiles, and sometimes enough for several threads.
 inline int64_t Numel(Input *input) {
   static const int64_t kNumels[] = {1, 127, 128, 129, 300, 0, 1024, 1100, 4095, 4100};
   if (input->Odd(64)) return 16384 + input->Below(3000);
@@ -22,8 +22,8 @@ inline int64_t Blocks(int64_t numel, int64_t block = TX_BLOCK) {
   return (numel + block - 1) / block;
 }
 
-// Makes a tensor odd in a way that has to be refused, or does not matter. Its memory is never said to be larger than it
-// is, but for numbers that no memory has.
+// Makes a tensor unusual: it has to be rejected, or the change does not matter. The tensor never claims more memory
+// than it has, except for numbers that no memory can have.
 inline void MakeOdd(Input *input, tx_tensor *t) {
   switch (input->Below(5)) {
     case 0:
@@ -31,7 +31,7 @@ inline void MakeOdd(Input *input, tx_tensor *t) {
       if (t->numel >= 0 && t->numel < int64_t{1} << 56) t->numel = -1 - t->numel;
       break;
     case 1:
-      t->dtype = static_cast<tx_dtype>(input->I32() | 64); /* no code */
+      t->dtype = static_cast<tx_dtype>(input->I32() | 64); /* not a dtype's code */
       break;
     case 2:
       t->data = nullptr;
@@ -40,7 +40,7 @@ inline void MakeOdd(Input *input, tx_tensor *t) {
       t->numel = 0;
       break;
     default:
-      if (t->numel > 0) { /* the end of its memory stays the end */
+      if (t->numel > 0) { /* the memory still ends at the same address */
         const int64_t cut = 1 + input->Below(t->numel > 200 ? 200 : static_cast<uint32_t>(t->numel));
         t->data = static_cast<uint8_t *>(t->data) + cut * SizeOf(t->dtype);
         t->numel -= cut;
@@ -61,8 +61,8 @@ inline std::vector<tx_tensor *> All(std::initializer_list<std::vector<tx_tensor>
   return all;
 }
 
-// call(parallel, error), as fuzz::Answer has it; and the bits that it leaves are those of any other instruction set and
-// number of threads.
+// Makes a call, call(parallel, error), as fuzz::Answer does. The resulting bits must be the same for any other
+// instruction set and number of threads.
 template <typename Call>
 tx_status Operate(Input *input, Memory *memory, Call call) {
   const Parallel parallel(input);

@@ -1,5 +1,5 @@
-// Hostile messages of planes: whatever the bytes are, decoding reads and writes nothing outside, and takes memory for
-// one block; values that are encoded come back, on every instruction set alike.
+// Hostile messages of planes: for any bytes, decoding never reads or writes out of bounds, and allocates memory for one
+// block only. Encoded values are decoded to the same values, on every instruction set.
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -20,7 +20,7 @@ tx_tensor Bytes(std::vector<uint8_t> &bytes) {
   return {bytes.data(), static_cast<int64_t>(bytes.size()), TX_U8, 0};
 }
 
-// Exact sizes on the heap, so that a sanitizer sees the first byte too far.
+// Heap allocations of the exact sizes, so that a sanitizer finds the first byte out of bounds.
 void Decode(std::vector<uint8_t> message) {
   tx_planes about = TX_PLANES_INIT;
   if (tx_planes_read(Bytes(message), &about, nullptr) != TX_OK) return;
@@ -35,7 +35,7 @@ void Decode(std::vector<uint8_t> message) {
   }
 }
 
-// A message with the header and the checksums of one that was encoded, so that what is in the blocks is looked at.
+// Gives the bytes the header and the checksums of an encoded message, so that decoding reaches the blocks.
 void DecodeSealed(const uint8_t *data, size_t size, tx_dtype dtype, int64_t width) {
   std::vector<uint8_t> zeros(static_cast<size_t>(width * 700));
   std::vector<uint8_t> message(static_cast<size_t>(tx_planes_bound(dtype, 700)));

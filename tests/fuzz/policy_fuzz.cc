@@ -1,5 +1,5 @@
 // Configurations: any keys with any values, from mappings and from hooks; and policies as another program, or a damaged
-// checkpoint, may hand them back.
+// checkpoint, could return them.
 #include <cfloat>
 #include <cmath>
 
@@ -24,7 +24,7 @@ int32_t KindOf(const tx_policy_field &field) {
   }
 }
 
-// Settings and the texts that they point to.
+// Settings, and the texts that they point to.
 struct Settings {
   std::deque<std::string> texts;
   std::vector<tx_setting> list;
@@ -57,7 +57,7 @@ tx_status Hook(void *ctx, const tx_policy *policy, const tx_setting **settings, 
   return TX_OK;
 }
 
-// Every value is one that its row allows, and the table shows it.
+// Every value is legal in its row, and the table of fields shows it.
 void CheckPolicy(const tx_policy &policy, const tx_origin *origins) {
   for (int32_t i = 0; i < TX_POLICY_FIELDS; i++) {
     const tx_policy_field *field = tx_policy_field_at(i);
@@ -77,7 +77,7 @@ void CheckPolicy(const tx_policy &policy, const tx_origin *origins) {
   CHECK(static_cast<int64_t>(std::strlen(text.data())) == length);
 }
 
-// What follows from a policy.
+// Calls the functions that take a policy.
 void Use(fuzz::Input *input, const tx_policy &policy, const tx_origin *origins) {
   const auto dtype = static_cast<tx_dtype>(input->Odd(4) ? input->I32() : 1 + static_cast<int32_t>(input->Below(4)));
   fuzz::Memory memory(input);
@@ -112,7 +112,7 @@ void Use(fuzz::Input *input, const tx_policy &policy, const tx_origin *origins) 
   }
 }
 
-// As a checkpoint may have kept them.
+// As they could be in a damaged checkpoint.
 void UseDamaged(fuzz::Input *input, tx_policy policy) {
   const std::vector<uint8_t> bytes = input->Bytes(8);
   const uint32_t at = input->Below(sizeof policy);

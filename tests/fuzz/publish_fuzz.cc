@@ -1,5 +1,5 @@
-// A publisher that is asked anything legal, and an engine that follows: every bit arrives, on any instruction set, one
-// version at a time or several at once; forged bytes under a checksum that is right lead to the same answer everywhere.
+// A publisher that gets any legal requests, and an engine that follows it: every bit arrives, on any instruction set,
+// one version at a time or several at once. Forged bytes with a correct checksum have the same result everywhere.
 #include <cmath>
 #include <cstring>
 #include <vector>
@@ -28,7 +28,7 @@ uint32_t Get(const uint8_t *weights, int64_t i, size_t p) {
 void Set(uint8_t *weights, int64_t i, size_t p, uint32_t bits) {
   std::memcpy(weights + i * kItems[p], &bits, static_cast<size_t>(kItems[p]));
 }
-// What a weight is rounded from; where it is infinite, more than there are finite ones.
+// A master that rounds to the given weight. For an infinite weight, a number above the largest finite one.
 float MasterOf(uint32_t bits, tx_dtype dtype) {
   if (dtype == TX_F32) return tx_f32_from_bits(bits);
   const auto low = static_cast<uint16_t>(bits);
@@ -64,7 +64,7 @@ class Publisher {
     CHECK(tx_delta_renew(3, runs.data(), nullptr, nullptr) == TX_OK);
   }
 
-  // Each weight is looked at once.
+  // Every weight is visited at most once.
   void Step(fuzz::Input *input) {
     steps_++;
     for (size_t p = 0; p < 3; p++) {
@@ -98,7 +98,7 @@ class Publisher {
       }
     }
   }
-  // Somebody else writes to a weight, which tx_delta_mark finds.
+  // An external write to a weight, which tx_delta_mark finds.
   void Write(fuzz::Input *input) {
     const size_t p = input->Below(2);
     const int64_t i = (input->Byte() * 256 + input->Byte()) % kNumel[p];
@@ -201,7 +201,7 @@ class Publisher {
   int64_t steps_ = 0;
 };
 
-// An engine at the weights of a publisher, as they were; it may lack some of parameter "a".
+// An engine with the publisher's weights of some version; it may lack a part of parameter "a".
 struct Engine {
   Bytes memory[3];
   tx_delta_receiver *receiver = nullptr;

@@ -1,5 +1,6 @@
-// The kept inputs of a fuzz target as an ordinary test, without libFuzzer: what once was found, or leads to other lines
-// of code, is run in every build. FUZZ_CORPUS in the environment is the folder of the inputs.
+// Runs the kept inputs of a fuzz target as an ordinary test, without libFuzzer. So inputs that once found a bug, or
+// that reach other lines of code, are tested in every build. FUZZ_CORPUS in the environment is the folder of the
+// inputs.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -24,7 +25,7 @@ TEST(Corpus, EveryInputIsTaken) {
   for (const auto &file : files) {
     std::ifstream stream(file, std::ios::binary);
     const std::vector<char> bytes((std::istreambuf_iterator<char>(stream)), std::istreambuf_iterator<char>());
-    std::fprintf(stderr, "%s\n", file.c_str());  // the last one, should it end the process
+    std::fprintf(stderr, "%s\n", file.c_str());  // if the process dies, this was the last input
     LLVMFuzzerTestOneInput(reinterpret_cast<const uint8_t *>(bytes.data()), bytes.size());
   }
 }

@@ -1,5 +1,5 @@
-// The step of parameters that lie elsewhere: the bits of the step of parameters that do not, for any batch, any number
-// of slots and memory that is not large enough.
+// The step of parameters with offloaded state has the bits of the ordinary step, for any batch and number of slots. The
+// staging memory may be too small.
 #include "tests/fuzz/adamw_input.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
@@ -15,7 +15,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   staging.bytes = input.Odd(8) ? input.I64() : needed;
   std::vector<uint8_t> room(static_cast<size_t>(needed) + 64);
   staging.memory = room.data() + (64 - reinterpret_cast<uintptr_t>(room.data()) % 64) % 64 + input.Odd(64);
-  // Never said to be larger than it is, but where no memory is so large.
+  // Never claims more memory than there is, except for numbers that no memory can have.
   if (staging.bytes > needed && staging.bytes < int64_t{1} << 56) staging.bytes = needed;
   const bool absurd = staging.bytes > needed;
   if (absurd) staging.batch = INT64_MAX / 4096 * 4096;

@@ -1,4 +1,4 @@
-// Statistics of gradients, and the norm of statistics that other ranks may have sent.
+// Statistics of gradients, and the norm computed from statistics that other ranks could have sent.
 #include <cmath>
 
 #include "tests/fuzz/operate.h"
@@ -19,7 +19,7 @@ int64_t Word(const tx_tensor &t, int64_t i) {
   return word;
 }
 
-// How many elements are not finite, and the first tensor that has one.
+// The number of non-finite elements, and the first tensor that has one.
 void CheckNonFinite(const std::vector<tx_tensor> &grads, const tx_tensor &stats, const tx_tensor &first_bad,
                     int64_t first_before) {
   int64_t count = 0, first = INT64_MAX;

@@ -1,7 +1,7 @@
-"""Fuzz targets find nothing in the library as it is, and each finds a bug that is put into it.
+"""Fuzz targets find nothing in the library as it is, and each finds a bug that is inserted into it.
 
-`bash tests/fuzz.sh SECONDS` runs them for as long as there is time; their kept inputs are run by the ordinary build,
-too (//tests/fuzz:NAME_fuzz)."""
+`bash tests/fuzz.sh SECONDS` runs them for longer. Their kept inputs are also tests of the ordinary build
+(//tests/fuzz:NAME_fuzz)."""
 
 import pathlib
 from collections.abc import Iterator
@@ -13,23 +13,23 @@ from clang_sources import ROOT
 from fuzzing import Found
 
 SECONDS = 16.0
-"""Of all targets together."""
+"""For all targets together."""
 
 MUTANT_SECONDS = 20.0
-"""Of one, at most: nearly all are found by the kept inputs."""
+"""At most, for one mutant. The kept inputs find nearly all mutants."""
 
 pytestmark = pytest.mark.skipif(bool(fuzzing.why_not()), reason=fuzzing.why_not())
 
 
 class Mutant(NamedTuple):
-    """In `file`, `old` becomes `new`."""
+    """A bug: in `file`, the first `old` is replaced by `new`."""
 
     file: str
     old: str
     new: str
 
 
-# Target -> a bug that it finds.
+# For each target, a bug that it has to find.
 MUTANTS = {
     "adamw": Mutant("csrc/ops/adamw_check.c", "if (scales.numel != wanted ||", "if (scales.numel > wanted ||"),
     "bucket": Mutant("csrc/ops/bucket_check.c", " || tensors[i].numel > bucket.numel - offsets[i])", ")"),
@@ -63,7 +63,7 @@ MUTANTS = {
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[pathlib.Path, dict[str, pathlib.Path]]]:
-    """The folder of the objects, and the programs."""
+    """The folder of the object files, and the program of each target."""
     folder = tmp_path_factory.mktemp("fuzz")
     yield folder, fuzzing.build(folder, fuzzing.targets())
 
@@ -87,7 +87,7 @@ def test_every_target_has_kept_inputs_and_a_mutant() -> None:
 
 @pytest.fixture(scope="module")
 def found_mutants(built: tuple[pathlib.Path, dict[str, pathlib.Path]]) -> dict[str, Found]:
-    """By target."""
+    """The results of running each target against its mutant; by target."""
     folder, _ = built
     return {one.target: one for one in fuzzing.in_parallel(lambda target: _find(target, folder), list(MUTANTS))}
 

@@ -1,4 +1,4 @@
-"""Every test here needs a GPU, and says so where there is none; those of the exchange also run on the device that
+"""Skips every test here without a GPU, and says why. Tests of the exchange also run on the device that
 $TORCH_EXT_EXCHANGE_DEVICE names."""
 
 import os
@@ -17,8 +17,11 @@ def gpu() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_why_dead() -> str | None:
-    """For journal.py. After an illegal access, say, every call of this process fails, and the first to say so may be
-    one of a later test: so it is waited for here."""
+    """Returns journal.py's reason to end the process.
+
+    After an illegal access, for example, every CUDA call of this process fails. The first call that reports it may be
+    in a later test, so this waits for the device after each test.
+    """
     if torch.cuda.is_initialized():
         try:
             torch.cuda.synchronize()

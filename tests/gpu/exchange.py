@@ -1,7 +1,7 @@
-"""Trainings of one rank whose exchange can be watched: gradients that come late, streams that sleep.
+"""Trainings of one rank with an exchange in which gradients come late and streams sleep, so that a missing wait shows.
 
-Everything runs on a CPU over gloo as well, where nothing is late: that is where the expected bits come from, and how a
-machine without a GPU tells that these functions are right. $TORCH_EXT_EXCHANGE_DEVICE names the device.
+Everything also runs on a CPU over gloo, where nothing is late. From there come the expected bits, and there a machine
+without a GPU checks these functions. $TORCH_EXT_EXCHANGE_DEVICE names the device.
 """
 
 import contextlib
@@ -29,17 +29,18 @@ CPU = torch.device("cpu")
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params", "ddp hook"]
 TRANSPORTS = ["torch", "nccl"]
 DTYPES = {
+    # Dtypes of parameters, main gradients and wire.
     "fp32": (FP32, FP32, FP32),
     "wire-bf16": (FP32, FP32, BF16),
     "bf16-main-fp32": (BF16, FP32, BF16),
     "wire-8-bit": (BF16, FP32, torch.uint8),
 }
 SHAPES: list[Any] = [(300,), (1,), (129, 3), (5, 5, 5), (20_000,), (2,), (700,), (640,), (650,)]
-LATE = 4_000_000  # cycles: about two milliseconds, in which an exchange that does not wait has long read
+LATE = 4_000_000  # cycles, about 2 ms: time enough for an exchange that does not wait to read the old values
 
 
 def join(folder: pathlib.Path, timeout: float = 60.0) -> None:
-    """A world of one rank, with a back end for each device."""
+    """Initializes a world of one rank, with a back end for each device."""
     backends = "cpu:gloo" if DEVICE.type == "cpu" else f"cpu:gloo,{DEVICE.type}:nccl"
     if DEVICE.type == "cuda":
         torch.cuda.set_device(DEVICE)
@@ -53,7 +54,7 @@ def join(folder: pathlib.Path, timeout: float = 60.0) -> None:
 
 
 def sleep(device: torch.device, cycles: int = LATE) -> None:
-    """What is queued afterwards on the current stream is late."""
+    """Delays what is queued afterwards on the current stream."""
     if device.type == "cuda":
         torch.cuda._sleep(cycles)
 
@@ -64,7 +65,7 @@ def synchronize() -> None:
 
 
 def late(given: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """`given` on the device, in memory that holds something else until its stream comes to it."""
+    """Returns `given` on the device, in memory that holds 77 until the current stream has slept and copied it."""
     there = [g.to(device) for g in given]
     read = [torch.full_like(g, 77.0) for g in there]
     sleep(device)
@@ -75,7 +76,7 @@ def late(given: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 @contextlib.contextmanager
 def sleeping_streams() -> Iterator[None]:
-    """Whatever is queued on a stream of the exchange comes late: who does not wait for it reads what was there."""
+    """Within the context, work on streams of the exchange is delayed. Without a wait, old values are read."""
     on, issue = CudaStreams.on, nccl_transport.NcclTransport._issue
 
     @contextlib.contextmanager
@@ -97,7 +98,7 @@ def sleeping_streams() -> Iterator[None]:
 
 
 def made(strategy: str, dtypes: Any, device: torch.device, transport: str, **options: Any) -> tuple[Any, Any]:
-    """A model whose gradients are given numbers, parallel, and its optimizer. options: of the policy."""
+    """Returns a parallel model whose gradients are given by the test, and its optimizer. options: of the policy."""
     chosen = policy(*dtypes, **{"bucket_size": 4000, "overlap_grad_reduce": True, **options})
     model: Any = Given(SHAPES, dtypes[0])
     with torch.no_grad():
@@ -113,7 +114,7 @@ def made(strategy: str, dtypes: Any, device: torch.device, transport: str, **opt
 
 
 def step(model: Any, optimizer: torch.optim.Optimizer, i: int, dtypes: Any, device: torch.device) -> None:
-    """Two micro-batches, a clip and a step."""
+    """Trains one step: two micro-batches, a clip, the optimizer's step. i: the seed of its gradients."""
     for microbatch in range(2):
         with model.no_sync() if microbatch == 0 else contextlib.nullcontext():
             model(late(noise(10 * i + microbatch, 0, SHAPES, dtypes[0]), device)).backward()
@@ -123,6 +124,7 @@ def step(model: Any, optimizer: torch.optim.Optimizer, i: int, dtypes: Any, devi
 
 
 def weights(model: Any) -> list[bytes]:
+    """Returns the bytes of the whole weights."""
     whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
     return bits([p.detach().cpu() for p in whole])
 
@@ -130,7 +132,7 @@ def weights(model: Any) -> list[bytes]:
 def trained(
     strategy: str, dtypes: Any, device: torch.device, transport: str = "torch", steps: int = 3, **options: Any
 ) -> list[bytes]:
-    """The weights after some steps. options: of the policy."""
+    """Returns the weights after some steps. options: of the policy."""
     model, optimizer = made(strategy, dtypes, device, transport, **options)
     for i in range(steps):
         step(model, optimizer, i, dtypes, device)
@@ -138,7 +140,7 @@ def trained(
 
 
 def plainly(dtypes: Any, device: torch.device, steps: int = 3) -> list[bytes]:
-    """The same training by nobody but the optimizer."""
+    """Returns the weights of the same training without any exchange: only the optimizer."""
     chosen = policy(*dtypes)
     model: Any = Given(SHAPES, dtypes[0])
     with torch.no_grad():
@@ -153,7 +155,7 @@ def plainly(dtypes: Any, device: torch.device, steps: int = 3) -> list[bytes]:
 
 
 def why_no_nccl() -> str:
-    """Why transport="nccl" is refused here; empty where it is not."""
+    """Returns why transport="nccl" is rejected here; "" if it is not."""
     try:
         nccl_transport.refuse("nccl", DEVICE)
     except (ValueError, RuntimeError) as refusal:
@@ -162,16 +164,16 @@ def why_no_nccl() -> str:
 
 
 @contextlib.contextmanager
-def nobody_waits_for_nccl() -> Iterator[None]:
-    """What is wrong on purpose."""
+def without_waits_for_nccl() -> Iterator[None]:
+    """Within the context, nothing waits for NCCL: a bug that a test must notice."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nccl_transport._Issued, "wait", lambda self: None)
         yield
 
 
 def pretend_nccl() -> None:
-    """For the rest of the process memory of the host is as good as a GPU's to transport="nccl": $TORCH_EXT_NCCL names
-    one that pretends."""
+    """Makes transport="nccl" accept host memory for the rest of the process; $TORCH_EXT_NCCL names a library that
+    pretends to be NCCL."""
     refuse = nccl_transport.refuse
 
     def refuse_others(name: str, device: torch.device) -> None:
@@ -188,8 +190,9 @@ if DEVICE.type == "cpu" and "TORCH_EXT_NCCL" in os.environ:
 
 
 def transport_of_world() -> nccl_transport.NcclTransport:
-    """A communicator of our own between all ranks. Skips the test where there is no GPU and torch has loaded an NCCL:
-    it comes before one that pretends."""
+    """Returns a communicator of our own between all ranks.
+
+    Skips the test where there is no GPU but torch has loaded a real NCCL: that one would be used."""
     if DEVICE.type == "cpu" and (found := nccl.find().path) != os.environ.get("TORCH_EXT_NCCL"):
         pytest.skip(f"torch has loaded {found}, which would be used without a GPU; a torch for CPUs is needed")
     assert dist.group.WORLD is not None

@@ -1,14 +1,14 @@
-"""pytest -p journal --journal FILE: what becomes of each test is in FILE when it is known, one line of JSON each.
+"""pytest -p journal --journal FILE: writes to FILE what happens to each test as soon as it is known, as lines of JSON.
 
-A test on a device may take its process along, by a signal, or leave a context in which every later call fails. So a
-process that has this plugin drops the tests that FILE has already, writes when a test begins and when it ends, and ends
-itself where `pytest_why_dead` (conftest.py) has an answer after a test: the next process goes on with the next test.
-tests/gpu_files.py begins these processes, and writes down those tests that began and did not end.
+A test on a device may kill its process, or leave a CUDA context in which every later call fails. So a process with this
+plugin skips the tests that are in FILE already, writes when a test begins and when it ends, and exits if
+`pytest_why_dead` (conftest.py) gives a reason after a test. The next process goes on with the next test.
+tests/gpu_files.py starts these processes, and records the tests that began and did not end.
 
-    {"collected": 33}                      tests that this process is to run
+    {"collected": 33}                      how many tests this process is to run
     {"began": "test_x.py::test_y"}
     {"ended": "test_x.py::test_y", "outcome": "passed", "seconds": 0.1, "text": ""}      failed, skipped: text says why
-    {"dead": "CUDA error: ..."}            the process ends here
+    {"dead": "CUDA error: ..."}            why the process ends here
 """
 
 import json
@@ -19,18 +19,20 @@ from typing import Any
 import pytest
 
 DEAD = 70  # exit status
-_LONGEST = 4000  # characters of a failure's text, whose end says what it was
+_LONGEST = 4000  # characters of a failure's text; its end is kept, which has the error
 
 
 class Hooks:
-    """What the device's conftest.py implements."""
+    """The hook that conftest.py implements for its device."""
 
     @pytest.hookspec(firstresult=True)
     def pytest_why_dead(self) -> str | None:
-        """Why no later test of this process can pass; None where nothing speaks against it. Asked after each test."""
+        """Returns why no later test of this process can pass; None: they can. Called after each test."""
 
 
 class Journal:
+    """The plugin: writes the file, and ends the process when the device is dead."""
+
     def __init__(self, file: pathlib.Path, config: pytest.Config) -> None:
         self._file, self._config = file, config
         text = file.read_text() if file.exists() else ""
@@ -53,7 +55,7 @@ class Journal:
         self._write(began=nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Asks about the device before a failed test is torn down, which may hang where it is dead."""
+        """Asks about the device before a failed test's teardown, which may hang on a dead device."""
         self._reports.append(report)
         outcomes = [each.outcome for each in self._reports]
         if report.failed or (report.when == "teardown" and "skipped" not in outcomes):
@@ -71,7 +73,7 @@ class Journal:
         texts = [report.longreprtext for report in self._reports if report.failed]
         if dead:
             texts.append(dead)
-            print(f"\n{nodeid}", *texts, sep="\n", flush=True)  # there will be no summary
+            print(f"\n{nodeid}", *texts, sep="\n", flush=True)  # pytest's summary will not be printed
         text, outcome = "\n".join(texts)[-_LONGEST:], "failed" if texts or "failed" in outcomes else "passed"
         if outcome == "passed" and "skipped" in outcomes:
             outcome, text = "skipped", _reason(self._reports[outcomes.index("skipped")])
@@ -80,7 +82,7 @@ class Journal:
 
 
 def _reason(report: pytest.TestReport) -> str:
-    """Of a skip."""
+    """Returns why a test was skipped."""
     why = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
     return why.removeprefix("Skipped: ")
 

@@ -1,4 +1,4 @@
-"""Streams, several devices, launches, and errors that somebody else left behind."""
+"""Streams, several devices, numbers of kernel launches, and errors that other code left behind."""
 
 import subprocess
 import sys
@@ -14,10 +14,10 @@ from bench import cuda_rows, workload
 
 
 def test_work_goes_to_the_current_stream() -> None:
-    """What a stream is still to write is read afterwards, and the default stream has nothing to do with it."""
+    """The call must read what its stream is still to write, and must not wait for the default stream."""
     stream, n = torch.cuda.Stream(), 1 << 20
     main, grad = torch.zeros(n, device=DEVICE), torch.zeros(n, device=DEVICE)
-    torch.ops.torch_ext.bucket_accumulate_([torch.zeros_like(main)], [grad])  # the first call loads the kernel
+    torch.ops.torch_ext.bucket_accumulate_([torch.zeros_like(main)], [grad])  # loads the kernel
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(100_000_000)  # cycles
@@ -94,7 +94,7 @@ except RuntimeError as error:
 @pytest.mark.parametrize("clips", [False, True], ids=["step", "clip_and_step"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_step_of_148_tensors_is_one_launch(name: str, clips: bool) -> None:
-    """Of one dtype combination, the look for others' writes included; two more for statistics and norm."""
+    """One launch for one combination of dtypes, with the check for external writes; clipping takes two more."""
     dtype, overrides = POLICIES[name]
     policy = torch_ext.load_policy(dtype, override_optimizer_config=overrides)
     shapes = workload.gpt2(64, 503, 32)

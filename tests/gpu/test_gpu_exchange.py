@@ -1,7 +1,7 @@
-"""The exchange in a world of one rank over NCCL, by the process group's communicator and by our own.
+"""The exchange in a world of one rank over NCCL, through the process group's communicator and through our own.
 
-One rank sends to itself, so every weight is what the same training over gloo on the CPU leaves, to the bit; whoever
-reads before what it waits for is there reads something else, for gradients and streams are late (exchange.py).
+The rank sends to itself, so the weights must be those of the same training over gloo on the CPU, to the bit. Gradients
+and streams are late (exchange.py), so a missing wait would read other values.
 """
 
 import os
@@ -62,14 +62,14 @@ def test_of_one_rank_it_changes_nothing(strategy: str, transport: str) -> None:
 
 @needs_gpu
 def test_a_wait_for_nccl_that_is_missing_shows() -> None:
-    """What the sleeping streams are for."""
+    """Checks the test above: the sleeping streams must show a missing wait."""
     expected = exchange.trained("optim", DTYPES["fp32"], CPU)
-    with exchange.sleeping_streams(), exchange.nobody_waits_for_nccl():
+    with exchange.sleeping_streams(), exchange.without_waits_for_nccl():
         assert exchange.trained("optim", DTYPES["fp32"], DEVICE, "nccl") != expected
 
 
 def test_memory_of_the_nccl_transport_is_written_and_read() -> None:
-    """Windows where this NCCL has them; both collectives, in place and not."""
+    """Memory is in NCCL's windows if this NCCL has them. Both collectives, the all-gather in place."""
     transport = exchange.transport_of_world()
     sent, into = transport.allocate(1 << 16), transport.allocate(1 << 16)
     assert sent.device == DEVICE and sent.numel() == 1 << 16
@@ -98,7 +98,7 @@ def test_what_is_under_way_with_nccl_is_polled_until_it_is_done() -> None:
     assert watchdog.poll(time.monotonic()) and not watchdog._under_way
 
 
-# -- in processes of their own, which end in some way ------------------------------------------------------------
+# -- processes that end in special ways ------------------------------------------------------------------------------
 
 HEAD = """
 import pathlib, sys, time
@@ -107,7 +107,7 @@ import exchange
 from exchange import DEVICE, DTYPES
 exchange.join(pathlib.Path(sys.argv[1]), timeout=float(sys.argv[2]))
 """
-# name -> what the process does, what it says, with what status it ends
+# By name: what the process does, what it must print, its exit status.
 ENDS = {
     "destroyed": ("exchange.trained('optim', DTYPES['fp32'], DEVICE, TRANSPORT); dist.destroy_process_group()", "", 0),
     "just_ends": ("exchange.trained('no_shard', DTYPES['fp32'], DEVICE, TRANSPORT)", "", 0),
@@ -120,6 +120,7 @@ ENDS = {
 
 
 def ended(folder: pathlib.Path, code: str, timeout: float = 60.0) -> tuple[int, str]:
+    """Runs a process and returns its exit status and output. timeout: of its process group."""
     command = [sys.executable, "-c", HEAD + code, str(folder), str(timeout)]
     paths = [str(pathlib.Path(__file__).parent), *sys.path]
     environment = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(p for p in paths if p)}
@@ -139,7 +140,7 @@ def test_a_process_ends_as_it_should(way: str, transport: str, tmp_path: pathlib
 
 @needs_gpu
 def test_what_hangs_in_the_nccl_transport_is_aborted_and_told(tmp_path: pathlib.Path) -> None:
-    """A kernel that sleeps past the group's timeout stands for a rank that was lost."""
+    """A kernel that sleeps longer than the group's time-out stands for a lost rank."""
     code = """
 transport = exchange.transport_of_world()
 sent = torch.zeros(1 << 16, dtype=torch.uint8, device=DEVICE)

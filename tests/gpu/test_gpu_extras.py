@@ -1,5 +1,5 @@
-"""What a step on the device leaves behind beside states, against the CPU, bit for bit: deltas, averages, health; one by
-one and replayed from a CUDA graph."""
+"""What a step on the device writes in addition to states must have the CPU's bits: changes for deltas, averages,
+health; in single steps and replayed from a CUDA graph."""
 
 import itertools
 import os
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from test_gpu_graphs import WARM_UP, fill, static_grads
-from test_gpu_training import DEVICE, POLICIES, assert_same, nobody_waits, optimizer, set_grads, train
+from test_gpu_training import DEVICE, POLICIES, assert_same, host_never_waits, optimizer, set_grads, train
 
 import torch_ext
 
@@ -16,7 +16,7 @@ KEPT = ["changed", "moved", "distance"]
 
 
 class Weights(torch.nn.Module):
-    """The parameters of an optimizer as a model's."""
+    """A model with the optimizer's parameters."""
 
     def __init__(self, opt: torch_ext.AdamW) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ def engine_of(model: Weights) -> tuple[dict[str, torch.Tensor], torch_ext.Weight
 
 
 def kept(opt: torch_ext.AdamW) -> list[torch.Tensor]:
-    """What steps say of the weights, of all parameters."""
+    """Returns what steps have recorded of the changes of all parameters."""
     changes = [opt._states.changes.record_of(p, p.numel(), p.device) for p in opt.param_groups[0]["params"]]
     return [each[key].cpu() for each in changes for key in KEPT if key in each]
 
@@ -48,7 +48,7 @@ def assert_equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
 def test_changes_have_the_cpus_bits_and_deltas_are_the_cpus(
     policy: str, exact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "urandom", lambda n: bytes(range(n)))  # the name of a chain
+    monkeypatch.setattr(os, "urandom", lambda n: bytes(range(n)))  # gives both chains of deltas the same name
     here, there = optimizer(policy, "cpu", lr=1e-4), optimizer(policy, DEVICE, lr=1e-4)
     (_, ours), (model, theirs) = publisher_of(here, exact), publisher_of(there, exact)
     tensors, subscriber = engine_of(model)
@@ -70,14 +70,14 @@ def test_a_step_with_a_publisher_waits_for_nothing() -> None:
     publisher.publish()
     for i in range(3):
         set_grads(opt, i)
-        with nobody_waits():
+        with host_never_waits():
             opt.step()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "24bit", torch.float32], ids=str)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_an_average_has_the_cpus_bits(policy: str, dtype: Any) -> None:
-    """As stored: it is in the state_dict."""
+    """Averages are compared as they are stored, in the state_dict."""
     options = {"ema_decay": 0.9, "ema_dtype": dtype, "ema_every": 2}
     here, there = optimizer(policy, "cpu", **options), optimizer(policy, DEVICE, **options)
     train(here)
@@ -102,7 +102,7 @@ def test_health_has_the_cpus_bits(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_replayed_step_notes_and_averages_as_on_the_cpu(policy: str) -> None:
-    """Of replays the publisher knows the bits, and not how many there were."""
+    """From replays the publisher learns which bits changed, but not how many steps there were."""
     options = {"ema_decay": 0.9, "ema_every": 2}
     lr = torch.tensor(1e-4, dtype=torch.float64, device=DEVICE)
     here = optimizer(policy, "cpu", lr=1e-4, **options)

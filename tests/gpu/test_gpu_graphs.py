@@ -1,4 +1,4 @@
-"""clip and step captured into a CUDA graph and replayed, against the same steps one by one."""
+"""clip and step, captured into a CUDA graph and replayed, must have the bits of the same steps on the CPU."""
 
 import subprocess
 import sys
@@ -13,12 +13,13 @@ WARM_UP = 3
 
 
 def static_grads(opt: torch_ext.AdamW) -> list[torch.Tensor]:
-    """Of the memory that the graph reads, which stays."""
+    """Sets gradients and returns them; the graph will read them in this memory."""
     set_grads(opt, 0)
     return [p.grad for p in opt.param_groups[0]["params"]]
 
 
 def fill(opt: torch_ext.AdamW, grads: list[torch.Tensor], i: int) -> None:
+    """Copies step i's gradients into the memory that the graph reads."""
     set_grads(opt, i)
     for p, grad in zip(opt.param_groups[0]["params"], grads, strict=True):
         grad.copy_(p.grad)
@@ -32,6 +33,7 @@ def clip_and_step(opt: torch_ext.AdamW) -> torch.Tensor:
 
 
 def warmed_up(policy: str, **options: object) -> tuple[torch_ext.AdamW, list[torch.Tensor]]:
+    """Returns an optimizer after WARM_UP steps on a side stream, and its static gradients."""
     opt = optimizer(policy, DEVICE, **options)
     grads = static_grads(opt)
     side = torch.cuda.Stream()
@@ -46,7 +48,7 @@ def warmed_up(policy: str, **options: object) -> tuple[torch_ext.AdamW, list[tor
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_replayed_step_has_the_cpus_bits(policy: str) -> None:
-    """With an lr that changes between replays, and one step that is skipped on the device."""
+    """The lr changes between replays, and one step is skipped on the device."""
     lr = torch.tensor(1e-2, dtype=torch.float64, device=DEVICE)
     here, (there, grads) = optimizer(policy, "cpu"), warmed_up(policy, lr=lr, capturable=True)
     train(here, WARM_UP)

@@ -1,4 +1,4 @@
-"""Every operator on the device against the CPU's, bit for bit."""
+"""Every operator on the device must have the CPU's bits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from operator_samples import BF16, F16, F32, I16, U8, Sample
 
 DEVICE = "cuda:0"
-# Around blocks of 128, tiles, and samples of 4096; and enough for several blocks of threads.
+# Sizes around blocks of 128, tiles, and samples of 4096; the largest needs several blocks of threads.
 NUMELS = (1, 127, 128, 129, 0, 1023, 4095, 4097, 100_003)
 
 
@@ -18,17 +18,18 @@ def as_it_comes(t: torch.Tensor) -> torch.Tensor:
 
 
 def off_by_one(t: torch.Tensor) -> torch.Tensor:
-    """One element behind where the allocator aligned it."""
+    """Returns a copy that begins one element after an aligned address."""
     memory = torch.empty(t.numel() + 1, dtype=t.dtype, device=DEVICE)
     return memory[1:].view(t.shape).copy_(t)
 
 
 def values(arguments: list[Any]) -> list[bytes]:
-    """Of every tensor, as bytes."""
+    """Returns the bytes of every tensor among the arguments."""
     return [t.detach().cpu().contiguous().view(-1).view(U8).numpy().tobytes() for t in samples.tensors(arguments)]
 
 
 def compare(operator: str, make: Callable[[], list[Any]], move: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Calls the operator on the CPU and on the device; all tensors must end with the same bytes."""
     here = make()
     there = samples.moved(operator, make(), move)
     samples.overload(operator)(*here)
@@ -69,7 +70,7 @@ def test_a_step_has_the_cpus_bits(step: str, rounding: int) -> None:
 
 @pytest.mark.parametrize("numels", [(3,) * 1000, (300, 5) * 400], ids=["tiny", "small"])
 def test_more_tensors_than_one_launch_takes(numels: tuple[int, ...]) -> None:
-    """The statistics, which have one result, and a step."""
+    """Tries the statistics, which have one result for all tensors, and a step."""
     compare("grad_stats_", lambda: samples.grad_stats(numels), as_it_comes)
     compare("adamw_", lambda: samples.adamw(numels, param=BF16, master=F32, extras=True), as_it_comes)
 

@@ -1,4 +1,4 @@
-"""An ordinary loop with torch_ext.AdamW on the device, against the same loop on the CPU, bit for bit."""
+"""Training loops with torch_ext.AdamW on the device must have the bits of the same loop on the CPU."""
 
 import pathlib
 from collections.abc import Callable, Iterator
@@ -22,6 +22,7 @@ POLICIES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 
 
 def optimizer(policy: str, device: str, **options: Any) -> torch_ext.AdamW:
+    """Returns an optimizer with parameters of NUMELS. options: of AdamW."""
     dtype, overrides = POLICIES[policy]
     generator = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(n, generator=generator).to(dtype).to(device)) for n in NUMELS]
@@ -30,12 +31,14 @@ def optimizer(policy: str, device: str, **options: Any) -> torch_ext.AdamW:
 
 
 def set_grads(opt: torch_ext.AdamW, i: int) -> None:
+    """Sets the gradients of step i, the same on every device."""
     generator = torch.Generator().manual_seed(1000 + i)
     for p in opt.param_groups[0]["params"]:
         p.grad = (torch.randn(p.shape, generator=generator) * 3).to(p.dtype).to(p.device)
 
 
 def train(opt: torch_ext.AdamW, n: int = 6, begin: int = 0, clip: float | None = 1.0) -> list[Any]:
+    """Takes steps begin .. begin + n - 1 and returns the norms."""
     norms = []
     for i in range(begin, begin + n):
         set_grads(opt, i)
@@ -47,6 +50,7 @@ def train(opt: torch_ext.AdamW, n: int = 6, begin: int = 0, clip: float | None =
 
 
 def everything(opt: torch_ext.AdamW) -> list[torch.Tensor]:
+    """Returns weights and states, on the CPU."""
     state = opt.state_dict()["state"]
     return [
         *(p.detach().cpu() for p in opt.param_groups[0]["params"]),
@@ -60,8 +64,8 @@ def assert_same(a: torch_ext.AdamW, b: torch_ext.AdamW) -> None:
 
 
 @contextmanager
-def nobody_waits() -> Iterator[None]:
-    """torch raises where an operation of its own makes the host wait for the device."""
+def host_never_waits() -> Iterator[None]:
+    """Within the context, torch raises if one of its operations makes the host wait for the device."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -90,7 +94,7 @@ def test_no_step_but_the_first_waits_for_the_device(policy: str, way: str) -> No
     train(opt, 2)
     for i in range(3):
         set_grads(opt, i)
-        with nobody_waits():
+        with host_never_waits():
             torch_ext.clip_grad_norm_(opt, 1.0)
             opt.step()
             opt.zero_grad()

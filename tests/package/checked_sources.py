@@ -1,4 +1,4 @@
-"""The sources that tools look at, and where these tools are."""
+"""Helpers for tests that run tools (ruff, clang-format, mypy) on the repository's sources: finds sources and tools."""
 
 import pathlib
 import shutil
@@ -10,7 +10,8 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 
 
 def tool(name: str) -> str:
-    """The program beside the interpreter (requirements.txt installs all of them there), else on the PATH."""
+    """Returns the path of a program: in the interpreter's folder, where requirements.txt installs all of them, or else
+    on the PATH. Skips the test if there is none."""
     beside = pathlib.Path(sys.executable).parent / name
     found = str(beside) if beside.exists() else shutil.which(name)
     if not found:
@@ -19,6 +20,7 @@ def tool(name: str) -> str:
 
 
 def sources(folders: list[str], suffixes: set[str]) -> list[str]:
+    """Returns the files below the folders with one of the suffixes, as paths from the repository's root."""
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in suffixes]
     assert files
     return sorted(str(path.relative_to(ROOT)) for path in files)

@@ -1,4 +1,4 @@
-"""tests/gpu.sh in a copy of the tree, on this machine or on one that pretends to have a GPU."""
+"""Helpers for tests of tests/gpu.sh: run it in a copy of the tree, with a fake GPU if there is none."""
 
 import os
 import pathlib
@@ -10,21 +10,22 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 
 
 def script(*arguments: str, root: pathlib.Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs tests/gpu.sh of a tree."""
     command = ["bash", str(root / "tests/gpu.sh"), *arguments]
     given = {k: v for k, v in os.environ.items() if k != "OUT"} | {"TORCH_EXT_PYTHON": sys.executable} | environment
     return subprocess.run(command, capture_output=True, text=True, env=given, cwd=root, timeout=300)
 
 
 def path_with_processors(number: int, folder: pathlib.Path) -> str:
-    """A PATH on which nproc says so."""
+    """Returns a PATH with an nproc, in `folder`, that prints the number."""
     folder.mkdir(exist_ok=True)
     (folder / "nproc").write_text(f"#!/bin/sh\necho {number}\n")
     (folder / "nproc").chmod(0o755)
     return f"{folder}{os.pathsep}{os.environ['PATH']}"
 
 
-# What takes the place of torch: torch.cuda.dead = True is an illegal access, whose error comes with the next call that
-# waits.
+# The fake torch module. A test sets torch.cuda.dead = True to simulate an illegal access; as on a GPU, the next call
+# that waits for the device raises the error.
 TORCH = """
 class backends:
     class cuda:
@@ -42,7 +43,8 @@ class cuda:
 
 
 def pretended(to: pathlib.Path, tests: dict[str, str]) -> pathlib.Path:
-    """The script, what it runs tests with, and these files of tests; there is a GPU, and a benchmark that says so."""
+    """Builds a tree with tests/gpu.sh, the files that it needs and the given test files (name -> text). Its torch has a
+    fake GPU; its benchmark only prints that it ran."""
     (to / "tests/gpu").mkdir(parents=True)
     for name in ("gpu.sh", "gpu_files.py", "gpu_report.py", "gpu/conftest.py", "gpu/journal.py"):
         shutil.copy(ROOT / "tests" / name, to / "tests" / name)

@@ -1,5 +1,5 @@
-/* A program without torch that loads the library itself: LIFE LIBRARY COPY. 0 where all was well; prints only what was
- * not. */
+/* A program without torch and Python that loads the library with dlopen: library_life LIFE LIBRARY COPY. LIFE names a
+ * scenario, COPY a copy of the library's file. Returns 0 if all is well; prints errors only. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -24,7 +24,7 @@ static void *symbol(void *handle, const char *name) {
   return found;
 }
 
-/* A step and a refusal, as every one of them has to be. */
+/* Whether the library, loaded as `handle`, makes a correct step and rejects an illegal argument. */
 static int works(void *handle) {
   static const tx_adamw_group group = {1e-3, 0.9, 0.999, 1e-8, 0.1, 0, 1};
   tx_status (*adamw)(const tx_adamw_args *, const tx_parallel *, tx_error *);

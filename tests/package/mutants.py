@@ -1,4 +1,5 @@
-"""Mistakes that are put into csrc/core, as changes of its text, for a simulator to find (tests/core/*_hunt.cc)."""
+"""Mutants, that is deliberate bugs, of csrc/core: replaces a piece of source text and checks that a simulator
+(tests/core/*_hunt.cc) then fails."""
 
 import pathlib
 import subprocess
@@ -8,11 +9,11 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 _INCLUDES = ["-I", str(ROOT), "-I", str(ROOT / "csrc")]
 
 PROGRAMS = 60_000
-"""At most: most mutants are found by one of the first thousand."""
+"""How many random programs the simulator runs at most. One of the first thousand finds most mutants."""
 
 
 class Mutant(NamedTuple):
-    """In `file` of csrc/core, `old` becomes `new`."""
+    """A bug: in `file` of csrc/core, the first `old` is replaced by `new`."""
 
     old: str
     new: str
@@ -20,10 +21,10 @@ class Mutant(NamedTuple):
 
 
 class Simulator:
-    """A hunt, built again for each mutant."""
+    """A simulator's program, NAME_hunt, rebuilt for each mutant."""
 
     def __init__(self, name: str, folder: pathlib.Path, parts: tuple[str, ...], machine: tuple[str, ...]) -> None:
-        """parts: of tests/core, NAME_PART.cc. machine: the files of csrc/core in which mutants are."""
+        """parts: the files tests/core/NAME_PART.cc. machine: the files of csrc/core that mutants change."""
         self.program = folder / "mutant" / f"{name}_hunt"
         self._folder, self._machine = folder, machine
         for part in parts:
@@ -31,13 +32,14 @@ class Simulator:
             _run("g++", "-std=c++17", "-O1", *_INCLUDES, "-c", source, "-o", folder / f"{part}.cc.o")
 
     def compile_core(self, *files: str) -> None:
-        """Files of csrc/core that are as they are."""
+        """Compiles the files of csrc/core that no mutant changes."""
         for name in files:
             _run(
                 "gcc", "-std=c11", "-O1", *_INCLUDES, "-c", ROOT / "csrc/core" / name, "-o", self._folder / f"{name}.o"
             )
 
     def hunt(self, mutant: Mutant | None) -> "subprocess.CompletedProcess[str]":
+        """Builds the program with the mutant, or without any, and runs it."""
         own = self.program.parent
         own.mkdir(exist_ok=True)
         for name in self._machine:

@@ -1,8 +1,9 @@
-"""Machine code of a CUDA library for sm_90, read by cuobjdump and nvdisasm, and the shortest way once round a loop.
+"""Reads the machine code of the CUDA library for sm_90, with cuobjdump and nvdisasm, and finds the shortest path once
+around a loop.
 
-Which of a loop's ways a kernel takes is not to be seen in its code, so a way is named by what it must pass: the
-instruction that it begins and ends at, an operand, bytes that are read. The shortest such way is that of the common
-case, wherever what is uncommon is longer.
+The code does not tell which path through a loop a kernel takes. So a path is specified by conditions: the instruction
+where it begins and ends, an operand that occurs on it, how many bytes it reads. The shortest path that meets them is
+the common case, provided that uncommon cases take longer.
 """
 
 import importlib.util
@@ -20,10 +21,12 @@ LIBRARIES = (ROOT / "cuda/libtorch_ext_cuda.so", ROOT / "bazel-bin/cuda/libtorch
 
 
 class Instruction(NamedTuple):
+    """One machine instruction."""
+
     address: int
     predicated: bool
     operation: str
-    """With what follows it: "STG.E.128"."""
+    """The name with its modifiers: "STG.E.128"."""
     operands: str
 
     @property
@@ -32,7 +35,7 @@ class Instruction(NamedTuple):
 
     @property
     def bytes_read(self) -> int:
-        """From memory, by one lane."""
+        """How many bytes one lane reads from global memory."""
         if self.name != "LDG":
             return 0
         sizes = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
@@ -40,6 +43,7 @@ class Instruction(NamedTuple):
 
 
 def _folders() -> Iterator[str]:
+    """Yields the folders in which CUDA's tools may be: of a toolkit, and of NVIDIA's Python packages."""
     yield "/usr/local/cuda/bin"
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
@@ -47,7 +51,7 @@ def _folders() -> Iterator[str]:
 
 
 def why_not() -> str:
-    """What is missing here to read any of it; empty where nothing is."""
+    """Returns what is missing on this machine to read the machine code; "" if nothing is."""
     if not any(path.exists() for path in LIBRARIES):
         return "libtorch_ext_cuda.so is not built: there is no nvcc on this machine"
     for program in ("cuobjdump", "nvdisasm"):
@@ -61,7 +65,7 @@ def _path() -> str:
 
 
 def cuobjdump(*arguments: str, architecture: str = "sm_90") -> str:
-    """What it says of the library."""
+    """Returns the output of cuobjdump for the library."""
     library = next(path for path in LIBRARIES if path.exists())
     command = [str(shutil.which("cuobjdump", path=_path())), "-arch", architecture, *arguments, str(library)]
     return subprocess.run(
@@ -70,13 +74,13 @@ def cuobjdump(*arguments: str, architecture: str = "sm_90") -> str:
 
 
 def usage(architecture: str = "sm_90") -> dict[str, dict[str, int]]:
-    """Mangled name of every kernel -> REG, STACK ..."""
+    """Returns mangled name of every kernel -> its resource usage (REG, STACK ...)."""
     found = re.findall(r"Function (\S*):\s+(REG:.*)", cuobjdump("--dump-resource-usage", architecture=architecture))
     return {name: {key: int(value) for key, value in re.findall(r"(\w+):(\d+)", fields)} for name, fields in found}
 
 
 def code_of(names: Sequence[str]) -> dict[str, list[Instruction]]:
-    """By mangled name."""
+    """Returns the instructions of kernels, by mangled name."""
     found: dict[str, list[Instruction]] = {}
     current: list[Instruction] = []
     for line in cuobjdump("-sass", "-fun", ",".join(names)).splitlines():
@@ -87,10 +91,10 @@ def code_of(names: Sequence[str]) -> dict[str, list[Instruction]]:
     return found
 
 
-def _next(code: Sequence[Instruction]) -> list[list[int]]:
-    """What may run after each instruction, as positions."""
+def _successors(code: Sequence[Instruction]) -> list[list[int]]:
+    """Returns, for each instruction, the positions of the instructions that may run next."""
     at = {one.address: i for i, one in enumerate(code)}
-    meets: dict[str, int] = {}  # barrier -> where its lanes meet again
+    meets: dict[str, int] = {}  # barrier -> the position where its lanes reconverge
     found = []
     for i, one in enumerate(code):
         after = [i + 1] if i + 1 < len(code) else []
@@ -111,13 +115,13 @@ def _next(code: Sequence[Instruction]) -> list[list[int]]:
 
 
 Passes = Callable[[Instruction], bool]
-_Node = tuple[int, int, bool]  # position, bytes read before it, whether something has passed
+_Node = tuple[int, int, bool]  # position, bytes read before it, whether an instruction before it met `passes`
 
 
-def way_round(code: Sequence[Instruction], start: int, reads: int = 0, passes: Passes | None = None) -> list[int]:
-    """The fewest instructions from `start` back to it, as positions, on which a lane reads at least so many bytes and
-    something passes; empty where there is no such way."""
-    following = _next(code)
+def shortest_cycle(code: Sequence[Instruction], start: int, reads: int = 0, passes: Passes | None = None) -> list[int]:
+    """Returns the shortest path from `start` back to `start`, as positions; empty if there is none. On it, a lane reads
+    at least `reads` bytes and some instruction meets `passes`."""
+    following = _successors(code)
 
     def seen(i: int, read: int, passed: bool) -> tuple[int, bool]:
         return min(reads, read + code[i].bytes_read), passed or (passes is not None and passes(code[i]))
@@ -130,7 +134,7 @@ def way_round(code: Sequence[Instruction], start: int, reads: int = 0, passes: P
         i, read, passed = node
         if i == start:
             if (read, passed) == (reads, True):
-                return [start, *_back(before, node)]
+                return [start, *_path_to(before, node)]
             continue
         now = seen(*node)
         for j in following[i]:
@@ -141,7 +145,8 @@ def way_round(code: Sequence[Instruction], start: int, reads: int = 0, passes: P
     return []
 
 
-def _back(before: dict[_Node, _Node | None], node: _Node) -> list[int]:
+def _path_to(before: dict[_Node, _Node | None], node: _Node) -> list[int]:
+    """Returns the positions of a node's predecessors, the first one first."""
     way = []
     previous = before[node]
     while previous is not None:

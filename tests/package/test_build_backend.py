@@ -1,4 +1,4 @@
-"""What pip calls to build the package (bazel/build_backend.py), with a Bazel that is none."""
+"""Tests bazel/build_backend.py, the functions that pip calls to build the package, with a fake Bazel."""
 
 import os
 import pathlib
@@ -16,9 +16,10 @@ import torch_ext
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
-# What the hooks read of the sources; the rest is Bazel's.
+# The sources that the hooks read themselves. The others are only read by Bazel.
 SOURCES = ["pyproject.toml", "README.md", "LICENSE", "csrc/torch_ext_types.h", "bazel", "torch_ext"]
 
+# The fake Bazel: notes its arguments in the file `calls` and "builds" by copying files that are built already.
 BAZEL = """#!/bin/sh
 echo "$* CUDA=$TORCH_EXT_CUDA" >>calls
 case "$*" in *shutdown) exit ;; esac
@@ -47,7 +48,7 @@ print(torch_ext.__file__, torch_ext.library_path(), torch_ext.__version__, sep="
 
 @pytest.fixture
 def tree(tmp_path: pathlib.Path) -> pathlib.Path:
-    """A clone, as far as the hooks look, and beside it a folder of programs with a Bazel."""
+    """Builds a clone with the files that the hooks read, and next to it a folder `programs` with the fake Bazel."""
     clone = tmp_path / "clone"
     for name in SOURCES:
         if (ROOT / name).is_dir():
@@ -63,6 +64,7 @@ def tree(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def call(tree: pathlib.Path, hook: str, out: pathlib.Path, path: str | None = None) -> Any:
+    """Calls a hook in a process of its own, as pip does. path: its PATH; None for one with the fake Bazel."""
     out.mkdir(exist_ok=True)
     path = f"{tree.parent / 'programs'}:/usr/bin:/bin" if path is None else path
     environment = {"PATH": path, "HOME": os.environ.get("HOME", "/"), "TORCH_EXT_CUDA": "0"}

@@ -1,5 +1,5 @@
-"""The headers and the library as somebody has them who has nothing else of this repository: a folder of headers, a
-library, any compiler and any dialect."""
+"""Tests the headers and the library as a C or C++ user has them, without the rest of the repository: a folder of
+headers, a library, any compiler and any dialect."""
 
 import pathlib
 import re
@@ -10,7 +10,7 @@ import sys
 
 import package_files
 import pytest
-import torch  # noqa: F401  the package wants it first
+import torch  # noqa: F401  torch_ext expects torch to be loaded
 
 import torch_ext
 
@@ -22,7 +22,7 @@ WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror"]
 
 @pytest.fixture(scope="module")
 def include(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """What docs/install.md says is to be copied."""
+    """Builds a folder with the headers that docs/install.md tells users to copy."""
     folder = tmp_path_factory.mktemp("include")
     for name in [*HEADERS, "policy.def"]:
         shutil.copy(ROOT / "csrc" / name, folder)
@@ -37,7 +37,7 @@ def compile_with(compiler: str, *arguments: str) -> None:
 
 
 def every_initialiser(include: pathlib.Path) -> str:
-    """A function with a variable of each struct that has a TX_*_INIT."""
+    """Returns C code that initialises a variable of each struct that has a TX_*_INIT."""
     names = sorted(
         {name for h in HEADERS for name in re.findall(r"#define (TX_\w+)_INIT\b", (include / h).read_text())}
     )
@@ -54,12 +54,12 @@ def test_headers_compile_without_a_warning_in_any_dialect(
     includes = "".join(f'#include "{name}"\n' for name in HEADERS)
     source = tmp_path / ("user.cc" if dialect.startswith("c++") else "user.c")
     source.write_text(includes + (every_initialiser(include) if initialises else ""))
-    # A C++ compiler warns of every field that a designated initialiser leaves out.
+    # C++ compilers warn about every field that a designated initialiser leaves out.
     quiet = ["-Wno-missing-field-initializers"] if dialect.startswith("c++") else []
     compile_with(compiler, f"-std={dialect}", *WARNINGS, *quiet, f"-I{include}", "-fsyntax-only", str(source))
 
 
-# Each of examples/c and a line that it prints.
+# Each program of examples/c, and a part of what it prints.
 EXAMPLES = {"fit": "fp32 masters", "follow": "version 5:"}
 
 
@@ -78,6 +78,7 @@ def test_every_example_is_built() -> None:
 
 
 def build_and_run(compiler: str, example: str, folder: pathlib.Path, flags: list[str]) -> None:
+    """Builds a program of examples/c in a folder, runs it and checks its output."""
     program = folder / example
     compile_with(compiler, "-std=c11", str(ROOT / f"examples/c/{example}.c"), *flags, "-lm", "-o", str(program))
     done = subprocess.run([program], capture_output=True, text=True, check=False)
@@ -87,14 +88,14 @@ def build_and_run(compiler: str, example: str, folder: pathlib.Path, flags: list
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """Where the wheel is installed."""
+    """Returns a folder in which the wheel is installed."""
     folder = tmp_path_factory.mktemp("site with a space")
     package_files.install(folder)
     return folder
 
 
 def flags_of(site: pathlib.Path, *options: str) -> list[str]:
-    """What `python -m torch_ext config` prints there, as a shell takes it apart."""
+    """Returns what `python -m torch_ext config` of the installed wheel prints, split as a shell does."""
     run = "import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); runpy.run_module('torch_ext', run_name='__main__')"
     command = [sys.executable, "-I", "-c", run, str(site), "config", *options]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -109,7 +110,7 @@ def test_the_examples_are_built_from_an_installed_wheel(site: pathlib.Path, tmp_
         build_and_run("gcc", example, tmp_path, flags)
 
 
-# An inference engine that has nothing but the small library.
+# An inference engine that uses only libtorch_ext_delta.so.
 ENGINE = """
 #include <stdio.h>
 #include "torch_ext_delta.h"

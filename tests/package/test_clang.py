@@ -1,4 +1,5 @@
-"""The C sources compile with clang as they do with gcc, without a warning, and step with the same bits."""
+"""Tests that clang compiles the C sources without a warning, as gcc does, and that its library steps with the same
+bits."""
 
 import ctypes
 import itertools
@@ -14,13 +15,15 @@ pytestmark = pytest.mark.skipif(CLANG is None, reason="clang is not installed (t
 
 
 def test_what_needs_torch_or_nccl_and_the_examples_compile_without_a_warning() -> None:
-    """The other rooms, which a program in C needs, are compiled in earnest below."""
+    """Only the syntax is checked here. The other folders of csrc are compiled to a library by the fixture
+    `libraries`."""
     sources = library_sources(["csrc/torch", "csrc/nccl", "examples/c"])
     in_parallel(lambda source: clang(*source.flags, "-fsyntax-only", source.path), sources)
 
 
 def test_every_header_compiles_alone() -> None:
-    """Without what a source happens to include before it; those of CUDA sources against the emulated runtime."""
+    """A header must not depend on what a source includes before it. CUDA headers are compiled with the emulated
+    runtime."""
     c = [*starlark("bazel/copts.bzl")["C_OPTS"], "-Wno-unused-function", "-Wno-unused-const-variable", "-x", "c"]
     cuda = ["-std=c++20", "-w", "-Itests/cuda/emulated", "-x", "c++"]
     avx512 = starlark("bazel/isa.bzl")["ISAS"]["x86_64"]["avx512"]
@@ -35,7 +38,7 @@ def test_every_header_compiles_alone() -> None:
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> list[ctypes.CDLL]:
-    """The library as the build has made it, and one that clang has made of the same sources, hardly optimised."""
+    """Returns the library of the build, and one that clang builds from the same sources with -O1."""
     folder = tmp_path_factory.mktemp("clang")
     sources = library_sources(["csrc/core", "csrc/ops", "csrc/cpu"])
     in_parallel(
@@ -95,15 +98,16 @@ MASTERS = [
     (torch.float16, torch.float32),
 ]
 MOMENTS = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]
-NUMEL = 2 * 1024 + 777  # tiles, blocks and parts of both
+NUMEL = 2 * 1024 + 777  # whole tiles (1024) and blocks (128), and a part of each
 
 
 def scaled(dtype: torch.dtype) -> bool:
+    """Whether moments of this dtype have block scales."""
     return dtype in (torch.float16, torch.uint8)
 
 
 def begin(param: torch.dtype, master: torch.dtype | None, grad: torch.dtype, moment: torch.dtype) -> list[Tensor]:
-    """A parameter and its state, in the order of the arguments."""
+    """Returns a parameter with gradient and state, in the order of the struct's fields: params, grads ... steps."""
     weights = torch.randn(NUMEL, generator=torch.Generator().manual_seed(1)).to(param)
     blocks = 2 * -(-NUMEL // 128) if scaled(moment) else 0
     masters = torch.empty(0) if master is None else torch.zeros(NUMEL, dtype=master)
@@ -115,6 +119,7 @@ def begin(param: torch.dtype, master: torch.dtype | None, grad: torch.dtype, mom
 
 
 def step(library: ctypes.CDLL, tensors: list[Tensor], decoupled: bool) -> None:
+    """Makes one step by tx_adamw."""
     group = (ctypes.c_double * 7)(1e-2, 0.9, 0.999, 1e-8, 0.1, 0.0, float(decoupled))
     lists = [ctypes.pointer(CTensor(t.data_ptr(), t.numel(), CODES[t.dtype], 0)) for t in tensors]
     args = CArgs(ctypes.sizeof(CArgs), 1, *lists, 1, group, moment_rounding=1, weight_rounding=1)
@@ -123,7 +128,7 @@ def step(library: ctypes.CDLL, tensors: list[Tensor], decoupled: bool) -> None:
 
 
 def gradients(number: int) -> Tensor:
-    """Ordinary ones, and one that is limited, one that is zero."""
+    """Returns normally distributed gradients, with one huge element, which the step limits, and one zero."""
     g = torch.randn(NUMEL, generator=torch.Generator().manual_seed(100 + number)) * 1e-2
     g[700 + number], g[5] = 1e30, 0.0
     return g

@@ -1,6 +1,5 @@
-"""The simulator of the gradient cycle (tests/core/cycle_world.cc) finds each bug that once was in it, and some more.
-
-Each is put back into csrc/core, as a change of its text."""
+"""Tests that the simulator of the gradient cycle (tests/core/cycle_world.cc) finds bugs: those that the cycle once had,
+and some more. Each test puts one of them into csrc/core by replacing source text."""
 
 import re
 import subprocess
@@ -14,7 +13,7 @@ def mutant(old: str, new: str, file: str = "cycle.c") -> Mutant:
 
 
 MUTANTS = {
-    # Bugs that were found in the Python that this machine replaced.
+    # Bugs that were found in the Python code that this state machine replaced.
     "a wait that was interrupted counts as answered": mutant(
         "if (c->current.kind == TX_DO_RAISE) c->current.kind = TX_DO_NOTHING;",
         "if (c->current.kind == TX_DO_RAISE || c->current.kind == TX_DO_WAIT) tx_cycle_done(c, 0);",
@@ -64,7 +63,7 @@ MUTANTS = {
     "what was complete when a backward raised is not sent": mutant(
         "const int sends = !c->row->given", "const int sends = 0 && !c->row->given", "cycle_actions.c"
     ),
-    # Others.
+    # Other bugs.
     "a bucket is sent when any is complete": mutant(
         "(t->remaining[t->next] > 0 && !t->finished)", "(t->remaining[t->next] > 1 && !t->finished)", "tracker.c"
     ),
@@ -151,7 +150,7 @@ def test_the_simulator_finds_it(what: str, simulator: Simulator) -> None:
 
 
 def _shown(found: "subprocess.CompletedProcess[str]") -> tuple[int, str, str]:
-    """The seed of a failure, its program, and what that was shrunk to."""
+    """Returns the seed of a failure, its program, and the shrunk program."""
     whole, shrunk = found.stdout.split("shrunk: ")
     return int(re.match(r"seed (\d+): ", whole)[1]), whole, shrunk  # type: ignore[index]
 
@@ -159,7 +158,7 @@ def _shown(found: "subprocess.CompletedProcess[str]") -> tuple[int, str, str]:
 def test_a_failure_says_its_seed_by_which_it_is_replayed_and_is_shrunk(simulator: Simulator) -> None:
     found = simulator.hunt(MUTANTS["gradients of a no_sync micro-batch are stepped"])
     seed, whole, shrunk = _shown(found)
-    while "no_sync" not in shrunk:  # a backward that raised leaves such gradients, too
+    while "no_sync" not in shrunk:  # a backward that raised leaves such gradients too, so it also shows this bug
         assert "raise" in shrunk or "interrupt" in shrunk
         found = simulator.run_seeds(seed + 1, PROGRAMS)
         seed, whole, shrunk = _shown(found)

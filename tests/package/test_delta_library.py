@@ -1,4 +1,4 @@
-"""libtorch_ext_delta.so by itself: in a process without torch it makes a delta and applies it."""
+"""Tests libtorch_ext_delta.so by itself: it encodes and applies a delta in a process without torch."""
 
 import pathlib
 import subprocess
@@ -83,7 +83,7 @@ def test_it_applies_without_torch() -> None:
 
 
 def test_it_is_small() -> None:
-    """An engine carries no loops of steps: those are most of libtorch_ext.so."""
+    """The library has no code of optimizer steps, which is most of libtorch_ext.so."""
     if not LIBRARY.exists():
         pytest.skip(f"{LIBRARY.name} is not built")
     assert LIBRARY.stat().st_size < 900_000

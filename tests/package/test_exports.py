@@ -1,4 +1,5 @@
-"""The libraries show their public headers' functions and nothing else, and ask for no library but libc and libm."""
+"""Tests that the libraries export exactly the functions of their public headers, and need no library but libc and
+libm."""
 
 import pathlib
 import re
@@ -17,9 +18,11 @@ def run(*command: str) -> str:
 
 
 class Library(NamedTuple):
-    headers: list[str]  # of csrc
+    """A library, and the headers that declare its functions."""
+
+    headers: list[str]  # names of files in csrc
     path: pathlib.Path
-    function: str  # one that it has
+    function: str  # one function that it has
 
 
 LIBRARIES = {
@@ -46,7 +49,7 @@ def library(request: pytest.FixtureRequest) -> Library:
 
 
 def declared(library: Library) -> set[str]:
-    """The functions that the library's headers mark TX_API."""
+    """Returns the functions that the library's headers mark TX_API."""
     header = "".join((ROOT / "csrc" / name).read_text() for name in library.headers)
     without_comments = re.sub(r"/\*.*?\*/", "", header, flags=re.DOTALL)
     return set(re.findall(r"^TX_API\b[^;(]*?(tx_\w+)\(", without_comments, flags=re.MULTILINE))
@@ -68,5 +71,5 @@ def test_exports_are_exactly_the_public_headers(library: Library) -> None:
 def test_no_library_is_needed_but_libc_and_libm(library: Library) -> None:
     dynamic = run("readelf", "--dynamic", "--wide", str(library.path))
     needed = set(re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic))
-    needed = {name for name in needed if not name.startswith("ld-linux")}  # libc's loader: where threads' variables are
+    needed = {name for name in needed if not name.startswith("ld-linux")}  # for thread-local variables
     assert needed <= {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1"}

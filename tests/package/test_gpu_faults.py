@@ -1,5 +1,5 @@
-"""tests/gpu.sh where tests crash, hang and kill the device: each costs itself, and is told. The device is pretended
-(gpu_machine.py); the processes and what becomes of them are not."""
+"""Tests tests/gpu.sh with tests that crash, hang or kill the device: only the faulty test fails, and the report says
+why. The device is a fake (gpu_machine.py); the processes and their faults are real."""
 
 import json
 import os
@@ -71,7 +71,7 @@ FAULTS = {
     "imports": "import nothing_of_this_name\ndef test_a(): pass",
     "kills": KILLS,
 }
-# File of tests -> passed, failed, skipped, how often it was begun again.
+# Test file -> passed, failed, skipped, how often a new process continued it.
 COUNTS = {
     "all_kill": (0, 5, 2, 4),
     "at_exit": (1, 1, 0, 0),
@@ -81,7 +81,7 @@ COUNTS = {
     "imports": (0, 1, 0, 0),
     "kills": (3, 2, 1, 2),
 }
-# File of tests, name in gpu.json -> what its text says.
+# Test file, name in gpu.json, regular expression of the text there.
 TEXTS = [
     ("at_exit", "test_gpu_at_exit.py", "after its last test: it ended by signal 9"),
     ("crashes", "test_crashes", r"it ended by signal 11(?s:.*)what a C library says(?s:.*)in test_crashes"),
@@ -97,7 +97,7 @@ TEXTS = [
     ),
     ("kills", "test_kills_and_does_not_wait", "^after this test the device is dead: CUDA error: an illegal"),
 ]
-# File of tests -> what the processes before the last say of their ends, each.
+# Test file -> why each of its processes but the last ended.
 ENDS = {
     "crashes": ["test_crashes: it ended by signal 11", "test_ends_the_process: it ended with status 0"],
     "hangs": ["test_hangs: it hung"],
@@ -106,6 +106,8 @@ ENDS = {
 
 
 class Ran:
+    """One run of tests/gpu.sh in a tree of gpu_machine.pretended: its status, its output and its report gpu.json."""
+
     def __init__(self, there: pathlib.Path, *arguments: str, processors: int = 16, **environment: str) -> None:
         path = path_with_processors(processors, there / "bin")
         command = [*arguments, "--json", str(there / "gpu.json"), str(there / "built")]
@@ -158,7 +160,7 @@ def test_why_a_file_was_begun_again_is_said(name: str, ran: Ran) -> None:
 
 
 def test_the_calls_of_pytest_are_not_told(ran: Ran) -> None:
-    """Forty of them would leave no room for what a C library said."""
+    """A failure's text leaves out pytest's forty stack frames, so that there is room for the output of C libraries."""
     assert "_pytest" in ran.text
     assert not re.search(
         "_pytest|pluggy", ran.failures("crashes")["test_crashes"] + ran.failures("hangs")["test_hangs"]
@@ -181,7 +183,7 @@ def test_what_a_test_began_ends_with_it(ran: Ran) -> None:
 
 
 def test_each_log_comes_whole(ran: Ran) -> None:
-    """Beneath the name of its file, once."""
+    """The output of each test file is printed once, below the file's name."""
     for name in FAULTS:
         assert len(re.findall(rf"^torch_ext: tests on the device: test_gpu_{name}.py$", ran.text, re.MULTILINE)) == 1
     text = ran.text.partition("tests on the device: test_gpu_crashes.py\n")[2]

@@ -1,4 +1,4 @@
-"""tests/gpu.sh, as far as a machine without a GPU can tell: it finds everything, runs to its end and counts."""
+"""Tests what can be tested of tests/gpu.sh without a GPU: it finds its files, runs to its end and counts skips."""
 
 import json
 import os
@@ -22,7 +22,7 @@ def built() -> str:
 
 
 def moved(to: pathlib.Path) -> pathlib.Path:
-    """The tree as it comes to another machine: without links and build outputs."""
+    """Copies the tree as it is copied to another machine: without links and build outputs."""
     for folder in ("tests", "torch_ext"):
         shutil.copytree(ROOT / folder, to / folder, ignore=shutil.ignore_patterns("__pycache__"))
     return to
@@ -30,7 +30,7 @@ def moved(to: pathlib.Path) -> pathlib.Path:
 
 @WITHOUT_GPU
 def test_what_was_packed_runs_elsewhere_and_counts(tmp_path: pathlib.Path) -> None:
-    """Everything is skipped without a GPU, part by part, and said in a file, too."""
+    """Without a GPU every part is skipped; the skips are counted in the output and in gpu.json."""
     there, out = moved(tmp_path / "there"), tmp_path / "out"
     out.mkdir()
     packed = script("--pack", str(there / ".gpu"), built())

@@ -1,4 +1,5 @@
-"""Nothing of the library speaks over a process group but through comm/group_calls.py, where errors become messages."""
+"""Tests that the package communicates over process groups only through comm/group_calls.py, which turns errors of
+collectives into messages that name the lost ranks."""
 
 import ast
 import pathlib
@@ -8,10 +9,10 @@ import pytest
 import torch.distributed as dist
 
 FOLDER = pathlib.Path(__file__).parent.parent.parent / "torch_ext"
-PLACES = ("comm/group_calls.py", "comm/lost_ranks.py")  # the other one finds out whose connection broke
+PLACES = ("comm/group_calls.py", "comm/lost_ranks.py")  # lost_ranks.py finds out whose connection broke
 FILES = [f for f in sorted(str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.py")) if f not in PLACES]
 
-# Of torch.distributed, and methods of a process group: whatever waits for other ranks.
+# Functions of torch.distributed and methods of process groups that wait for other ranks.
 _ROOTS = (
     "all_",
     "broadcast",
@@ -27,26 +28,28 @@ _ROOTS = (
 )
 COLLECTIVES = {name for name in dir(dist) if name.startswith(_ROOTS)} | {"monitored_barrier", "new_group", "allreduce"}
 COLLECTIVES |= {"allgather", "alltoall", "alltoall_base", "reduce_scatter", "_allgather_base", "_reduce_scatter_base"}
-# Of DTensor: legal inside `with group_calls.translated...`.
+# Methods of DTensor that communicate. They are legal inside `with group_calls.translated...`.
 OF_TENSORS = {"full_tensor", "redistribute"}
 
 
 def _names(node: ast.expr) -> list[str]:
-    """a.b.c -> [a, b, c]."""
+    """Returns the names of an expression: ["a", "b", "c"] for a.b.c."""
     if isinstance(node, ast.Attribute):
         return [*_names(node.value), node.attr]
     return [node.id] if isinstance(node, ast.Name) else ["?"]
 
 
 def _translates(node: ast.AST) -> bool:
+    """Whether a node is `with group_calls.translated...`."""
     return isinstance(node, ast.With) and any(
         isinstance(i.context_expr, ast.Call) and _names(i.context_expr.func)[-1].startswith("translated")
         for i in node.items
     )
 
 
-def _spoken(node: ast.AST, translated: bool = False) -> Iterator[str]:
-    """Where the library speaks, and how."""
+def _collectives_in(node: ast.AST, translated: bool = False) -> Iterator[str]:
+    """Yields the line and the name of each use of a collective. translated: whether the node is inside
+    `with group_calls.translated...`."""
     translated = translated or _translates(node)
     if isinstance(node, ast.Attribute):
         *owner, name = _names(node)
@@ -56,12 +59,12 @@ def _spoken(node: ast.AST, translated: bool = False) -> Iterator[str]:
     if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.distributed"):
         yield from (f"line {node.lineno}: import of {a.name}" for a in node.names if a.name in COLLECTIVES)
     for child in ast.iter_child_nodes(node):
-        yield from _spoken(child, translated)
+        yield from _collectives_in(child, translated)
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_only_one_file_speaks_over_process_groups(name: str) -> None:
-    assert not list(_spoken(ast.parse((FOLDER / name).read_text())))
+    assert not list(_collectives_in(ast.parse((FOLDER / name).read_text())))
 
 
 @pytest.mark.parametrize(
@@ -77,4 +80,4 @@ def test_only_one_file_speaks_over_process_groups(name: str) -> None:
     ],
 )
 def test_it_would_be_noticed(line: str) -> None:
-    assert list(_spoken(ast.parse(line)))
+    assert list(_collectives_in(ast.parse(line)))

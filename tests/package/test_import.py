@@ -1,4 +1,5 @@
-"""What `import torch_ext` costs whoever has imported torch already, in processes of their own."""
+"""Tests what `import torch_ext` costs in a process that has already imported torch, and that names are imported on
+their first use. Each measurement is a new process."""
 
 import json
 import os
@@ -14,7 +15,7 @@ import pytest
 
 import torch_ext
 
-# Whole packages that nobody needs before it is used: seconds of imports, hundreds of modules.
+# Packages that must not be imported before they are needed: they take seconds and consist of hundreds of modules.
 HEAVY = [
     *("torch._dynamo", "torch._inductor", "torch._functorch", "torch._export", "torch.export", "torch.onnx"),
     *("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint", "torch.distributed._tools"),
@@ -34,7 +35,8 @@ print(json.dumps({"took": took, "came": sorted(set(sys.modules) - before), "oper
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """The folder of a copy of the package, beside which its bytecode is kept: compiling is no part of an import."""
+    """Returns the folder of a copy of the package. Python stores bytecode there, so that later imports do not include
+    compiling."""
     folder = tmp_path_factory.mktemp("copy")
     source = pathlib.Path(torch_ext.__file__).parent
     shutil.copytree(source, folder / "torch_ext", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
@@ -43,7 +45,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 def fresh(code: str, package: pathlib.Path) -> Any:
-    """What the code prints in a process of its own."""
+    """Runs code in a new process and returns the JSON that it prints."""
     paths = os.pathsep.join([str(package), *(p for p in sys.path if p)])
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -54,7 +56,7 @@ def fresh(code: str, package: pathlib.Path) -> Any:
 
 @pytest.fixture(scope="module")
 def runs(package: pathlib.Path) -> list[Any]:
-    return [fresh(IMPORT, package) for _ in range(4)][1:]  # the first one compiles
+    return [fresh(IMPORT, package) for _ in range(4)][1:]  # without the first, which compiles the bytecode
 
 
 @pytest.mark.parametrize("name", HEAVY)
@@ -68,7 +70,7 @@ def test_of_torch_nothing_is_imported_that_torch_does_not_import_itself(runs: li
 
 
 def test_importing_takes_less_than_a_tenth_of_a_second(runs: list[Any]) -> None:
-    """Of processor time; on a machine that is busy with other things the same work takes up to twice as much."""
+    """Measured in processor time. On a busy machine the same work takes up to twice as much."""
     took = [run["took"] for run in runs]
     assert min(took) < SECONDS and statistics.median(took) < 2 * SECONDS, took
 
@@ -115,7 +117,8 @@ torch_ext.__version__ + 1
 
 
 def test_a_type_checker_refuses_misspelt_names(tmp_path: pathlib.Path) -> None:
-    """Though names are looked up late. Nothing but the stub is followed: torch alone takes half a minute."""
+    """Type checkers read the stub, although the names are looked up at run time. mypy follows no other imports:
+    checking torch alone takes half a minute."""
     api = pytest.importorskip("mypy.api")
     (tmp_path / "user.py").write_text(USER)
     stub = str(pathlib.Path(torch_ext.__file__).with_suffix(".pyi"))

@@ -1,12 +1,12 @@
-"""The library's life in a process that is no Python: loaded and closed often, several copies, short-lived threads with
-little stack, calls when the process ends. It prints nothing."""
+"""Tests the library in processes without Python: loaded and closed many times, several copies at once, calls from
+short-lived threads with little stack, calls while the process ends. It must work and print nothing."""
 
 import pathlib
 import shutil
 import subprocess
 
 import pytest
-import torch  # noqa: F401  the package wants it first
+import torch  # noqa: F401  torch_ext expects torch to be loaded
 from package_files import ROOT
 
 import torch_ext
@@ -16,6 +16,7 @@ LIVES = ["loaded_again_and_again", "several_copies", "threads_that_come_and_go",
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Builds library_life.c, and copies the library next to it. Returns the program."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler")

@@ -1,4 +1,5 @@
-"""The locks of what is installed are those of the lists that people edit."""
+"""Tests that the lock files, requirements.txt and tests/requirements.txt, belong to the lists that people edit,
+*.in."""
 
 import pathlib
 import re
@@ -52,7 +53,7 @@ def test_no_list_locks_what_another_one_does() -> None:
 
 
 def test_the_one_package_without_hashes_is_torch() -> None:
-    """Its bytes differ from index to index: setup.sh takes its pin from the list."""
+    """torch is not locked, since its bytes differ between package indexes: setup.sh reads its version from the list."""
     assert [pin for name in LISTS for pin in listed(name) if lock_requirements.OF_TORCH.match(pin.split("==")[0])] == [
         *(pin for pin in listed("requirements.in") if pin.startswith("torch=="))
     ]

@@ -1,5 +1,7 @@
-"""The machine code of the step for sm_90: what the compiler made of it, within limits that a change must not pass
-unnoticed. Read by cuobjdump and nvdisasm, of a CUDA toolkit or of the packages of their names; no GPU is needed."""
+"""Tests the machine code of the step for sm_90 against limits: registers, stack, spills, instructions. A change of the
+sources must not exceed them unnoticed.
+
+cuobjdump and nvdisasm, of a CUDA toolkit or of the Python packages, read the code; no GPU is needed."""
 
 from typing import Any, NamedTuple
 
@@ -8,13 +10,14 @@ import sass
 
 
 class Limits(NamedTuple):
-    """Of one kernel. Two blocks of 256 threads run on a processor with up to 128 registers."""
+    """The limits of one kernel. With up to 128 registers, two blocks of 256 threads run on a multiprocessor at a
+    time."""
 
-    registers: int
-    stack: int  # bytes; what is spilled lies there
-    spills: int  # instructions that move it
+    registers: int  # per thread
+    stack: int  # bytes, mostly for spilled registers
+    spills: int  # instructions that load or store spilled registers
     instructions: int  # of the whole kernel, its slow paths included
-    asked: int  # streams that are asked for ahead
+    asked: int  # input streams that are prefetched; exact
 
 
 # (row of TX_FOR_EACH_WEIGHT, kind of moments) of each configuration of the benchmark
@@ -28,6 +31,8 @@ LIMITS = {
 
 
 class Kernel(NamedTuple):
+    """The resources and the code of one kernel."""
+
     registers: int
     stack: int
     code: list[sass.Instruction]
@@ -40,7 +45,7 @@ def _read(names: dict[Any, str]) -> dict[Any, Kernel]:
 
 @pytest.fixture(scope="module")
 def names() -> list[str]:
-    """Of all kernels."""
+    """Returns the mangled names of all kernels."""
     if why := sass.why_not():
         pytest.skip(why)
     return list(sass.usage())
@@ -48,7 +53,7 @@ def names() -> list[str]:
 
 @pytest.fixture(scope="module")
 def kernels(names: list[str]) -> dict[str, Kernel]:
-    """Steps, by configuration."""
+    """Returns the kernels of the step, by configuration."""
     return _read(
         {
             name: next(f for f in names if f"4stepILi{weight}ELi{moments}E" in f and "tx_plain_entry" in f)
@@ -59,7 +64,7 @@ def kernels(names: list[str]) -> dict[str, Kernel]:
 
 @pytest.fixture(scope="module")
 def stats(names: list[str]) -> Kernel:
-    """The pass that a clip needs."""
+    """Returns the kernel of the gradient statistics, which a clip needs."""
     return _read({"": next(f for f in names if "10grad_stats" in f)})[""]
 
 
@@ -83,8 +88,9 @@ def test_a_step_keeps_within_its_registers_and_instructions(name: str, kernels: 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
 def test_every_kernel_can_be_launched(architecture: str, names: list[str]) -> None:
-    """What the emulator takes and a device refuses: no code for it, or more registers or shared memory than a block of
-    256 threads gets, of which every kernel's two run on a processor."""
+    """A device, unlike the emulator, rejects a kernel without code for its architecture, or one that needs more
+    registers or shared memory than a block of 256 threads can have. Two blocks of each kernel have to fit on a
+    multiprocessor."""
     usage = sass.usage(architecture)
     assert sorted(usage) == sorted(names)
     for name, kernel in usage.items():
@@ -93,8 +99,8 @@ def test_every_kernel_can_be_launched(architecture: str, names: list[str]) -> No
 
 @pytest.mark.parametrize("name", LIMITS)
 def test_whole_vectors_move_in_16_bytes(name: str, kernels: dict[str, Kernel]) -> None:
-    """A round reads all of its streams at once, the widest way that their bytes allow."""
-    wide = {"fp32": 8, "bf16": 4, "bf16_remainder": 4, "8bit": 3}  # streams of 16 bytes a lane, fp32 twice
+    """A round of the loop reads each stream by the widest instructions that its number of bytes allows."""
+    wide = {"fp32": 8, "bf16": 4, "bf16_remainder": 4, "8bit": 3}  # of 16 bytes per lane; two for fp32
     for operation in ("LDG", "STG"):
         found = sum(one.name == operation and ".128" in one.operation for one in kernels[name].code)
         assert found >= wide[name] - (operation == "STG"), operation
@@ -102,18 +108,19 @@ def test_whole_vectors_move_in_16_bytes(name: str, kernels: dict[str, Kernel]) -
 
 # -- instructions per element --------------------------------------------------------------------------------------
 
-# In a cycle each of a multiprocessor's 4 schedulers issues an instruction of a warp of 32 lanes: so many of one lane in
-# the time that memory takes for an element's bytes. Where a kernel needs fewer, memory is its wall.
+# In a cycle, each of a multiprocessor's 4 schedulers issues an instruction for a warp of 32 lanes. This gives the
+# number of instructions per lane that can be issued while memory moves the bytes of one element. A kernel that needs
+# fewer is bound by memory.
 LANES, SCHEDULERS, MULTIPROCESSORS, HERTZ = 32, 4, 132, 1.755e9
 BYTES_PER_SECOND = {"H100": 3.35e12, "H200": 4.8e12}
 _DITHER = "0xc13fa9a9"  # TX_LATTICE_ELEMENT of csrc/math/dither.h
 
 
 class Round(NamedTuple):
-    """Of 8 elements of a lane, dithered, with bf16 gradients."""
+    """The costs of the loop's round, which steps 8 elements of a lane, dithered, with bf16 gradients."""
 
-    bytes: float  # read and written for an element
-    limit: float  # instructions for an element
+    bytes: float  # read and written per element
+    limit: float  # instructions per element
 
 
 ROUNDS = {
@@ -126,21 +133,22 @@ STATS = {"fp32": Round(4, 9.6), "bf16": Round(2, 10.8), "fp16": Round(2, 10.8)}
 
 
 def slots(bytes_per_element: float, gpu: str) -> float:
-    """Instructions of a lane in the time that memory takes for an element."""
+    """Returns how many instructions per lane can be issued while memory moves the bytes of one element."""
     return LANES * SCHEDULERS * MULTIPROCESSORS * HERTZ / BYTES_PER_SECOND[gpu] * bytes_per_element
 
 
-def _round_of(code: list[sass.Instruction], dithered: bool) -> float:
-    """Per element of a round in which all roots are quick ones: those of its 8 elements lie close together."""
+def _instructions_per_element(code: list[sass.Instruction], dithered: bool) -> float:
+    """Returns the instructions per element of a round in which all square roots take the fast path. There the square
+    roots of its 8 elements are close together in the code."""
     roots = [i for i, one in enumerate(code) if one.operation == "MUFU.RSQ"]
     begin = next(first for first, last in zip(roots, roots[7:], strict=False) if last - first < 320)
-    return len(sass.way_round(code, begin, passes=(lambda one: _DITHER in one.operands) if dithered else None)) / 8
+    return len(sass.shortest_cycle(code, begin, passes=(lambda one: _DITHER in one.operands) if dithered else None)) / 8
 
 
 @pytest.mark.parametrize("name", ROUNDS)
 def test_a_step_needs_fewer_instructions_than_memory_leaves_time_for(name: str, kernels: dict[str, Kernel]) -> None:
-    dithered = name != "fp32"  # which has nothing to round
-    found = _round_of(kernels[name].code, dithered)
+    dithered = name != "fp32"  # fp32 states are not rounded
+    found = _instructions_per_element(kernels[name].code, dithered)
     assert 30 < found <= ROUNDS[name].limit
     for gpu in BYTES_PER_SECOND:
         assert found < 0.9 * slots(ROUNDS[name].bytes, gpu), gpu
@@ -148,15 +156,15 @@ def test_a_step_needs_fewer_instructions_than_memory_leaves_time_for(name: str, 
 
 @pytest.mark.parametrize("name", STATS)
 def test_a_clip_s_statistics_stay_within_their_instructions(name: str, stats: Kernel) -> None:
-    """Four rounds at a time, for each dtype of gradients in a loop of its own: a way that reads as many bytes, has each
-    of its loads once, and shifts a sum's bits to their limbs, which it need not where a sum is zero. Of the two of 16
-    bits, whose conversions differ, the longer one counts for both. Memory is the wall of all. Three blocks of 256
-    threads run on a processor with up to 80 registers."""
+    """The kernel has a loop for each dtype of gradients, unrolled to four rounds. Its path is the one that reads as
+    many bytes, has each of its loads once, and shifts the bits of a sum to their limbs, which is left out only if a sum
+    is zero. The loops of the two 16-bit dtypes differ in their conversions; the longer one counts for both. All loops
+    are bound by memory. With up to 80 registers, three blocks of 256 threads run on a multiprocessor."""
     assert stats.registers <= 80 and stats.stack == 0
     code, reads = stats.code, 32 * (4 if name == "fp32" else 2)
     ways = {}
     for begin in (i for i, one in enumerate(code) if one.operation.startswith("LDG.E.128")):
-        way = sass.way_round(code, begin, reads=reads, passes=lambda one: one.operation == "SHF.L.U32")
+        way = sass.shortest_cycle(code, begin, reads=reads, passes=lambda one: one.operation == "SHF.L.U32")
         loads = [i for i in way if code[i].name == "LDG"]
         if loads and 16 * len(set(loads)) == reads:
             ways[min(loads)] = len(way) / 32
@@ -166,7 +174,8 @@ def test_a_clip_s_statistics_stay_within_their_instructions(name: str, stats: Ke
 
 
 def test_the_shortest_way_round_a_loop() -> None:
-    """Of a loop with a slow path behind a barrier, a load of 8 bytes or two of 4, and a mark on one of two ways."""
+    """Tests sass.shortest_cycle on a loop with a slow path before a barrier, a branch with one load of 8 bytes or two
+    of 4, and a branch with a marked instruction."""
     lines = """
         00 LDG.E R0, [R2]; 10 @P0 BRA 0x40; 20 LDG.E R1, [R2]; 30 BRA 0x50; 40 LDG.E.64 R0, [R2];
         50 BSSY B0, 0xa0; 60 @P1 BRA 0x90; 70 MUFU.RSQ R4, R0; 80 BSYNC B0; 90 BSYNC B0;
@@ -180,7 +189,7 @@ def test_the_shortest_way_round_a_loop() -> None:
         code.append(sass.Instruction(int(address, 16), predicated, operation, " ".join(operands)))
 
     def way(start: int, **options: Any) -> list[str]:
-        return [f"{code[i].address:x}" for i in sass.way_round(code, start, **options)]
+        return [f"{code[i].address:x}" for i in sass.shortest_cycle(code, start, **options)]
 
     assert way(0) == ["0", "10", "40", "50", "60", "90", "a0", "d0"]
     assert way(0, reads=8) == way(0) and way(0, reads=12) == way(0)

@@ -1,4 +1,5 @@
-"""The simulator of Muon's rounds (tests/core/muon_world.cc) finds each of these mistakes."""
+"""Tests that the simulator of Muon's rounds (tests/core/muon_world.cc) finds bugs. Each test puts one of them into
+csrc/core by replacing source text."""
 
 import pytest
 from mutants import Mutant, Simulator

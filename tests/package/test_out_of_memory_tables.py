@@ -1,14 +1,15 @@
-"""Every public C function that may allocate has each of its requests for memory refused by a test.
+"""Tests that there is an out-of-memory test for every public C function that may allocate. Such a test lets each of the
+function's requests for memory fail once.
 
-csrc/core allocates nothing; what is defined in another room is a row of a table, in one of
-tests/core/*_out_of_memory_test.cc, or is named here."""
+csrc/core allocates nothing. A public function that is defined in another folder of csrc has a row in a table of
+tests/core/*_out_of_memory_test.cc, or is listed here with a reason."""
 
 import pathlib
 import re
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
-# Why these are in no table.
+# Functions that are in no table, and why.
 REASONS = {
     "tx_isa_name": "returns static storage, and cannot fail",
     "tx_isa_selected": "returns static storage, and cannot fail",
@@ -45,6 +46,7 @@ def without_comments(text: str) -> str:
 
 
 def public() -> set[str]:
+    """Returns the functions of the public headers, but for those of the CUDA library."""
     headers = [path for path in (ROOT / "csrc").glob("torch_ext*.h") if path.name != "torch_ext_cuda.h"]
     assert len(headers) > 2
     text = "\n".join(without_comments(path.read_text()) for path in headers)
@@ -52,7 +54,7 @@ def public() -> set[str]:
 
 
 def defined(room: pathlib.Path) -> set[str]:
-    """Functions that begin at the margin with a body."""
+    """Returns the functions that are defined in a folder: those with a body whose line begins without indentation."""
     found = set()
     for path in room.glob("*.c"):
         text = without_comments(path.read_text())
@@ -61,6 +63,7 @@ def defined(room: pathlib.Path) -> set[str]:
 
 
 def rows() -> set[str]:
+    """Returns the functions in the tables of the out-of-memory tests."""
     files = list((ROOT / "tests/core").glob("*_out_of_memory_test.cc"))
     assert files
     return {name for path in files for name in re.findall(r'"(tx_\w+)"', path.read_text())}

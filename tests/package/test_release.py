@@ -1,4 +1,5 @@
-"""What would be uploaded (docs/release.md): a source distribution, and the wheel for the machine that is built for."""
+"""Tests the files of a release (docs/release.md): the source distribution, and the wheel for the machine of the
+build."""
 
 import pathlib
 import re
@@ -18,7 +19,7 @@ sys.path.insert(0, str(ROOT / "bazel"))
 import build_backend  # noqa: E402
 import core_metadata  # noqa: E402
 
-MACHINES = {62: "x86_64", 183: "aarch64"}  # ELF's numbers
+MACHINES = {62: "x86_64", 183: "aarch64"}  # e_machine in the ELF header -> name
 MOST_BYTES = {True: 6_300_000, False: 2_300_000}  # with and without the CUDA library
 
 VERSION, METADATA = core_metadata.of_tree(ROOT)
@@ -36,20 +37,21 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 def machines(wheel: pathlib.Path) -> set[str]:
-    """That its libraries are for."""
+    """Returns the machines that the wheel's libraries are for."""
     with zipfile.ZipFile(wheel) as archive:
         libraries = [archive.read(name) for name in archive.namelist() if name.endswith(".so")]
     return {MACHINES[struct.unpack_from("<H", library, 18)[0]] for library in libraries}
 
 
 def run(*arguments: str, cwd: pathlib.Path) -> str:
+    """Runs `python -m` and returns its output on one line."""
     result = subprocess.run([sys.executable, "-m", *arguments], cwd=cwd, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     return " ".join(result.stdout.split())
 
 
 def test_the_wheels_tag_is_what_its_libraries_need(wheel: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """A machine whose glibc is newer than Debian 12's may build libraries that ask for it: no wheel to upload."""
+    """On a machine with a newer glibc than Debian 12's, libraries may require it; such a wheel must not be uploaded."""
     pytest.importorskip("auditwheel")
     (machine,) = machines(wheel)
     tag = f"manylinux_2_34_{machine}"
@@ -92,7 +94,7 @@ def test_both_say_the_same_of_themselves(wheel: pathlib.Path, sdist: pathlib.Pat
 
 
 def test_the_source_distribution_has_all_that_it_is_made_of(sdist: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """Without git: a source distribution that is made of it again is the same, byte for byte."""
+    """A source distribution that is built from the unpacked one, without git, has the same bytes."""
     options: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python 3.11.4 has it
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, **options)
@@ -105,7 +107,8 @@ def test_the_source_distribution_has_all_that_it_is_made_of(sdist: pathlib.Path,
 
 
 def test_the_source_distribution_has_what_the_build_names(sdist: pathlib.Path) -> None:
-    """The packages of every label, and the sources of the library, the package, the examples and the tests."""
+    """It has the package of every label in a BUILD file, and sources of the library, the Python package and the
+    tests."""
     with tarfile.open(sdist) as archive:
         files = {name.partition("/")[2] for name in archive.getnames()}
     builds = {str(path.relative_to(ROOT)) for path in ROOT.rglob("BUILD")}

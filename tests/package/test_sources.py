@@ -1,4 +1,5 @@
-"""What the folders promise: includes and imports go down only, and a file's name says which file is meant."""
+"""Tests rules of the sources: includes and imports go from upper to lower folders only, file names are unique, classes
+and functions are short, tests use public names."""
 
 import ast
 import collections
@@ -10,7 +11,8 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
-# Room -> the rooms and single headers that it may include, beside its own and the public header.
+# Room, which is a folder of C sources -> the rooms and single headers that it may include, besides its own headers and
+# the public ones.
 ARROWS = {
     "csrc/core": set(),
     "csrc/math": set(),
@@ -22,12 +24,12 @@ ARROWS = {
 }
 C_SUFFIXES = (".c", ".h", ".def", ".inc", ".cu")
 
-# Names that tools give to one file per folder.
+# File names that tools prescribe, so that several folders have them.
 FIXED_NAMES = {"BUILD", "WORKSPACE", "README.md", "__init__.py", "__main__.py", ".bazelrc", "run.sh", "conftest.py"}
 
 
 def sources(folder: str) -> list[pathlib.Path]:
-    """Without what tools leave behind: __pycache__ and hidden folders."""
+    """Returns the files below a folder, without __pycache__ and hidden folders, which tools leave behind."""
     files = sorted(path for path in (ROOT / folder).rglob("*") if path.is_file())
     return [path for path in files if not re.search(r"/(\.|__pycache__)[^/]*/", f"/{path.relative_to(ROOT)}")]
 
@@ -49,8 +51,8 @@ def test_includes_go_down_only(room: str) -> None:
     assert not upwards
 
 
-# Package -> the packages below it that it may import; every import counts, those within functions and for type checkers
-# too. `__init__.py` has the public names and may import all of them.
+# Package -> the packages below it that it may import. All imports count, also those within functions and for type
+# checkers. `__init__.py` has the public names and may import all packages.
 PACKAGES = {
     "native": set(),
     "tensors": {"native"},
@@ -71,7 +73,7 @@ PACKAGES = {
 
 
 def python_modules() -> dict[str, pathlib.Path]:
-    """Dotted name -> file, of the package torch_ext."""
+    """Returns the modules of the package torch_ext: dotted name -> file."""
     found = {}
     for path in sources("torch_ext"):
         if path.suffix == ".py":
@@ -81,7 +83,7 @@ def python_modules() -> dict[str, pathlib.Path]:
 
 
 def python_imports(path: pathlib.Path, modules: Container[str]) -> set[str]:
-    """The modules of torch_ext that a file imports."""
+    """Returns the modules of torch_ext that a file imports."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -133,7 +135,7 @@ def test_packages_are_listed_from_the_bottom() -> None:
     assert [name for name, below in PACKAGES.items() if below & set(order[order.index(name) :])] == []
 
 
-# What each public header includes: nothing of ours but public ones.
+# Public header -> what it includes: standard headers and public headers only.
 HEADERS = {
     "torch_ext_types.h": {"stddef.h", "stdint.h"},
     "torch_ext_operators.h": {"torch_ext_types.h"},
@@ -176,7 +178,8 @@ def test_the_cuda_library_has_the_checks_of_the_operators_and_not_what_runs_them
 
 @pytest.mark.parametrize("room", ["csrc/core", "csrc/math", "csrc/cpu"])
 def test_rooms_below_torch_use_libc_alone(room: str) -> None:
-    """Neither threads, nor dlopen, nor printing: the caller brings the threads, and messages go into tx_error."""
+    """These rooms use no threads, no dlopen and no printing: the caller brings the threads, and messages go into
+    tx_error."""
     forbidden = {"pthread.h", "threads.h", "dlfcn.h", "omp.h"}
     found = [f"{p.relative_to(ROOT)}: {name}" for p in sources(room) for name in includes(p) if name in forbidden]
     assert not found
@@ -206,16 +209,17 @@ def test_file_names_are_unique() -> None:
     assert not {name: paths for name, paths in by_name.items() if len(paths) > 1}
 
 
-# The tests that depend on private modules, and why: what they show has no public name. Whatever can be seen through the
-# names in torch_ext/__init__.py, torch.ops.torch_ext or the C API is tested through these; this table only shrinks.
+# The tests that depend on private modules, and what they test there, for which there is no public name. Everything that
+# is visible through the names in torch_ext/__init__.py, torch.ops.torch_ext or the C API has to be tested through
+# these. Add no rows.
 PRIVATE_NAMES: dict[str, str] = {
-    # helpers, which put something into private modules for several tests
+    # helpers, which replace parts of private modules for several tests
     "tests/distributed/folders.py": "an operating system whose processes are killed at any operation on files",
     "tests/distributed/happens_before.py": "devices and streams where there is no GPU",
     "tests/distributed/internals.py": "sums that are late, buckets that travel two by two",
     "tests/gpu/exchange.py": "streams that sleep, and the transport over NCCL by itself",
     "tests/host_parts.py": "copies between host and device that are late",
-    # parts that no public name shows by themselves
+    # parts that public names do not expose by themselves
     "tests/distributed/test_coalescing.py": "what the measured link decides, and what is joined",
     "tests/distributed/test_communicators.py": "communicators, their messages and memory",
     "tests/distributed/test_compressed_wire.py": "messages by their sizes, and what is damaged",
@@ -248,7 +252,8 @@ MOST_PRIVATE_NAMES = 31
 
 
 def private_names(text: str) -> list[str]:
-    """Imports of private modules in the text of a test, in programs that it holds as strings too, and attributes."""
+    """Returns the uses of private modules in the text of a test: imports and attributes, also in programs that the test
+    has as strings."""
     packages = "|".join(PACKAGES)
     imports = r"^[ \t]*(?:from|import)[ \t]+(?:internals|torch_ext\.\w+)\b.*|\btorch_ext[ \t]+import[ \t]+.*\b(?:%s)\b"
     return re.findall(imports % packages + rf"|\btorch_ext\.(?:{packages})\.\w+", text, flags=re.MULTILINE)
@@ -291,8 +296,9 @@ MAKERS = {*_MAKERS, "randint", "randn", "randperm", "scalar_tensor", "tensor", "
 
 @pytest.mark.parametrize("module", python_modules())
 def test_tensors_are_made_on_a_device_that_is_named(module: str) -> None:
-    """Else they are made where users make theirs, after torch.set_default_device("cuda"): C would be given addresses on
-    a GPU, and host copies would be no host copies (tests/torch/test_default_device.py)."""
+    """Without device=, they would be created on the user's default device, a GPU after
+    torch.set_default_device("cuda"). C would get addresses on a GPU, and host copies would not be on the host
+    (tests/torch/test_default_device.py)."""
     nameless = [
         f"line {node.lineno}: {ast.unparse(node)}"
         for node in ast.walk(ast.parse(python_modules()[module].read_text()))

@@ -1,6 +1,6 @@
-"""What the sources use of the standard library is there in every Python that the package is for, whichever runs the
-tests: mypy's stubs know in which it is. Arguments that came later, and what a release of bug fixes brought, they don't
-know."""
+"""Tests that every Python that the package supports has the names of the standard library that the sources use. mypy's
+stubs tell which version has a name, so the Python that runs the tests does not matter. Not detected: arguments that
+were added later, and changes in bug-fix releases."""
 
 import ast
 import pathlib
@@ -11,15 +11,17 @@ from collections.abc import Iterator
 
 from checked_sources import ROOT, python_sources, tool
 
-# The oldest, for what came later, and the newest that mypy's stubs are whole for, for what has gone since.
+# The oldest Python, which lacks names that came later, and the newest that mypy's stubs cover, which lacks removed
+# names.
 PYTHONS = ("3.10", "3.14")
 
-# Sources that look first which Python they are run by.
+# (source, name): uses that depend on the Python version at run time.
 GUARDED = {("bazel/core_metadata.py", "tomllib")}
 
 
 def used(text: str) -> Iterator[str]:
-    """Modules of the standard library, and names in them behind a colon, that the source imports or reads."""
+    """Yields the modules that a source imports, as "module", and the names that it imports or reads from them, as
+    "module:name"."""
     tree = ast.parse(text)
     modules: dict[str, str] = {}
     for node in ast.walk(tree):
@@ -39,7 +41,8 @@ def of_standard_library(names: Iterator[str]) -> set[str]:
 
 
 def absent(names: set[str], folder: pathlib.Path) -> dict[str, set[str]]:
-    """Those that a Python lacks and another one has. What no stub knows, a private name, is not judged."""
+    """Returns Python -> the names that it lacks and another Python has. Names that all stubs lack, which are private,
+    are ignored."""
     ordered = sorted(names)
     lines = [
         f"from {module} import {name} as _{i}" if name else f"import {module} as _{i}"

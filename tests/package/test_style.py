@@ -1,4 +1,4 @@
-"""The sources are formatted and lint-free, by the tools and settings that are in the repository."""
+"""Tests that the sources are formatted and free of lint, by the tools and settings of the repository."""
 
 import os
 import subprocess
@@ -32,6 +32,6 @@ def test_ruff_lint() -> None:
 
 
 def test_mypy() -> None:
-    """The package, and the benchmark, which is a package of tests/."""
+    """Checks the types of the package torch_ext, and of the package `bench` in tests/."""
     cache = os.environ.get("TEST_TMPDIR", "/tmp")
     check(tool("mypy"), "--cache-dir", cache, "-p", "torch_ext", "-p", "bench")

@@ -1,4 +1,5 @@
-"""The closing line of tests/run.sh: every case is counted once, and nothing that went wrong is passed over."""
+"""Tests tests/tally.py, which prints the last line of tests/run.sh: every case is counted once, and nothing that went
+wrong is ignored."""
 
 import json
 import pathlib
@@ -25,6 +26,7 @@ GOOD_REPORT = '<testsuite><testcase name="good"/></testsuite>'
 
 
 def result(report: pathlib.Path | None, status: str) -> dict[str, Any]:
+    """Returns Bazel's event of a finished test with this XML report and status."""
     outputs = [{"name": "test.log", "uri": "file:///nowhere"}]
     if report:
         outputs.append({"name": "test.xml", "uri": report.as_uri()})

@@ -1,4 +1,5 @@
-"""mypy and pyright accept ordinary user code and report mistakes in it; the annotations are true of what runs."""
+"""Tests the package's annotations: mypy and pyright accept ordinary user code and report mistakes in it, and
+annotations agree with the functions at run time."""
 
 import json
 import os
@@ -15,7 +16,7 @@ USER_CODE, MISTAKES = (ROOT / "tests/package" / name for name in ("typed_user_co
 
 
 def run(*command: str, **environment: str) -> str:
-    """What the checker reports; both streams where it failed to check."""
+    """Runs a type checker and returns its report. Raises AssertionError with its output if it could not check."""
     given = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=given)
     assert done.returncode in (0, 1), done.stdout + done.stderr
@@ -23,7 +24,7 @@ def run(*command: str, **environment: str) -> str:
 
 
 def mypy(*files: pathlib.Path) -> dict[str, set[int]]:
-    """The lines of each file with an error."""
+    """Runs mypy and returns, for each file, the lines with an error."""
     cache = os.path.join(os.environ.get("TEST_TMPDIR", "/tmp"), "typed_user_code")
     text = run(tool("mypy"), "--cache-dir", cache, *map(str, files), MYPYPATH=str(ROOT))
     found: dict[str, set[int]] = {file.name: set() for file in files}
@@ -34,7 +35,8 @@ def mypy(*files: pathlib.Path) -> dict[str, set[int]]:
 
 
 def pyright(tmp_path: pathlib.Path, *files: pathlib.Path) -> dict[str, set[int]]:
-    """basedpyright, which is on PyPI with everything that it needs, with pyright's own rules."""
+    """Runs basedpyright with pyright's rules and returns, for each file, the lines with an error. Unlike pyright,
+    basedpyright is on PyPI with everything that it needs."""
     settings = tmp_path / "pyrightconfig.json"
     settings.write_text(
         json.dumps(
@@ -57,6 +59,7 @@ def pyright(tmp_path: pathlib.Path, *files: pathlib.Path) -> dict[str, set[int]]
 
 
 def wrong_lines() -> set[int]:
+    """Returns the lines of MISTAKES that are marked `# wrong`."""
     marked = {i for i, line in enumerate(MISTAKES.read_text().splitlines(), 1) if line.endswith("# wrong")}
     assert len(marked) > 20
     return marked
@@ -74,23 +77,23 @@ def test_annotations_are_shipped() -> None:
     assert pathlib.Path(torch_ext.__file__).with_name("py.typed").exists()
 
 
-# What mypy's stubtest finds in the modules of the public names, and why it stays.
+# Reports of mypy's stubtest on the modules of the public names that are accepted, and why.
 KNOWN = (
-    # Checkers know no way to take a keyword away from a signature: AdamW's is Adam's, AdamW8bit's is AdamW's.
+    # Annotations cannot remove a keyword from a signature: AdamW's is Adam's, AdamW8bit's is AdamW's.
     r"torch_ext\.optim\.(adamw\.Adam(W|W8bit)?|muon\.muon\.Muon)\.__init__ is inconsistent, "
     r"(stub parameter \"__arg0\"|runtime does not have parameter \"(decoupled_weight_decay|states)\")",
-    # Behind functools.cache.
+    # Functions that functools.cache wraps.
     r"torch_ext\.native\.library\.function is inconsistent, stub does not have parameter",
     r"torch_ext\.[\w.]+ is inconsistent, runtime does not have \*",
-    # Classes of torch, which are not looked into here: it takes long.
+    # Their base classes are torch's, which are not analysed here, since that takes long.
     r"torch_ext\.checkpoint\.\w+\.Checkpoint(Reader|Writer) is inconsistent, metaclass differs",
-    # A Literal.
+    # Aliases of Literal.
     r"torch_ext\.[\w.]+ is not a Union",
 )
 
 
 def test_annotations_are_true(tmp_path: pathlib.Path) -> None:
-    """Every public name's module as it runs, against what a checker makes of its source."""
+    """stubtest compares the module of every public name at run time with what mypy derives from its source."""
     settings = tmp_path / "mypy.ini"
     settings.write_text(
         "[mypy]\nignore_errors = True\n"
@@ -100,7 +103,7 @@ def test_annotations_are_true(tmp_path: pathlib.Path) -> None:
     text = run(tool("stubtest"), "torch_ext", *options, MYPYPATH=str(ROOT))
     public = {getattr(getattr(torch_ext, name), "__module__", "torch_ext") for name in torch_ext.__all__}
     public |= {base.__module__ for kind in (torch_ext.Policy, torch_ext.Adam) for base in kind.__mro__[1:2]}
-    assert len(public) > 10 and "adamw.AdamW.__init__" in text, text  # it was checked, and finds what it can
+    assert len(public) > 10 and "adamw.AdamW.__init__" in text, text  # stubtest did check
     modules = "|".join(re.escape(f"{module}.") for module in public - {"torch_ext"})
     found = [line for line in text.splitlines() if re.match(modules, line)]
     found += [line for line in text.splitlines() if re.match(r"torch_ext\.\w+ ", line)]

@@ -1,4 +1,4 @@
-"""The wheel installs without a network and works from where pip puts it."""
+"""Tests that the wheel has its files, installs without a network, and works where pip installs it."""
 
 import pathlib
 import subprocess
@@ -50,8 +50,8 @@ def test_holds_the_package_and_the_libraries(wheel: pathlib.Path) -> None:
     libraries = {"torch_ext/libtorch_ext.so", "torch_ext/libtorch_ext_delta.so"}
     headers = {f"torch_ext/include/{path.name}" for path in (ROOT / "csrc").glob("torch_ext*.h")}
     headers.add("torch_ext/include/policy.def")
-    folders = (ROOT, ROOT / "bazel-bin")  # where Bazel runs it, by hand
-    if any((folder / "cuda/libtorch_ext_cuda.so").exists() for folder in folders):  # where there is a CUDA toolkit
+    folders = (ROOT, ROOT / "bazel-bin")  # run by Bazel, or by hand
+    if any((folder / "cuda/libtorch_ext_cuda.so").exists() for folder in folders):  # with a CUDA toolkit
         libraries.add("torch_ext/libtorch_ext_cuda.so")
     assert {"torch_ext/py.typed", "torch_ext/__init__.pyi"} < names == package | libraries | headers
 
@@ -66,7 +66,7 @@ def test_installs_and_steps_from_an_empty_folder(tmp_path: pathlib.Path) -> None
 
 
 def test_installs_into_a_virtual_environment(wheel: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """pip sees the wheel's name, version and requirements, and takes it out again without a trace."""
+    """pip shows the wheel's name, version and requirements, and uninstalls it without leaving files."""
     environment = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
     python = str(environment / "bin/python")

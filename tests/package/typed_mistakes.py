@@ -1,5 +1,5 @@
-"""Mistakes in user code: on each line that ends with `# wrong` mypy and pyright report an error, and on no other
-(test_typing.py). It is checked, not run."""
+"""Mistakes in user code. mypy and pyright have to report an error on each line that ends with `# wrong`, and on no
+other line (test_typing.py). This file is checked, not run."""
 
 import torch
 from torch import nn

@@ -1,4 +1,5 @@
-"""Ordinary user code, which mypy and pyright accept as it is (test_typing.py). It is checked, not run."""
+"""Ordinary user code, in which mypy and pyright must not report errors (test_typing.py). This file is checked, not
+run."""
 
 import math
 from collections.abc import Mapping

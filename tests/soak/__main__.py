@@ -1,9 +1,9 @@
-"""python tests/soak --seconds N [--seed S] [--kinds kill stop ...]: faults at random moments, until the time is over,
-and one line for each kind of fault at the end. Exit status 1 where one was not as it has to be.
+"""python tests/soak --seconds N [--seed S] [--kinds kill stop ...]: causes faults at random moments until the time is
+over, then prints one line for each kind of fault. Exit status 1 if anything is found.
 
-hung: a process that did not end within its bound. silent: something that is not what it is said to be, and no error.
-unnamed: an error that does not say whose fault it is: the rank, or the file and the key. crashed: a process that ended,
-or an error, where nothing was done to it. What is found is printed with the command that repeats it.
+hung: a process did not end within its time limit. silent: a wrong result without an error. unnamed: an error that does
+not say where the fault is (the rank, or the file and the key). crashed: a process that ended, or raised, although no
+fault was caused in it. Each finding is printed with the command that repeats it.
 """
 
 import argparse
@@ -19,7 +19,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def find_packages() -> None:
-    """Makes `soak` and `torch_ext` importable: of this checkout, or the torch_ext that PYTHONPATH names."""
+    """Makes `soak` and `torch_ext` importable: torch_ext from PYTHONPATH if it is there, else from this checkout."""
     sys.path[:] = [folder for folder in sys.path if pathlib.Path(folder or ".").absolute() != _HERE]
     named = [pathlib.Path(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     sys.path.insert(0, str(_HERE.parent))

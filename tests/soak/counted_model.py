@@ -1,5 +1,5 @@
-"""A model whose gradients are given integers, so that every sum is exact in every dtype of the wire, and what plain
-torch makes of them."""
+"""A model whose gradients are given integers, so that sums are exact in every dtype of the wire, and the weights that
+plain torch trains with them."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -10,15 +10,17 @@ from torch import nn
 
 BLOCKS: list[list[tuple[int, ...]]] = [[(40, 7), (7,)], [(129,), (3, 5)], [(300,)], [(16, 33), (2,)]]
 SHAPES = [shape for block in BLOCKS for shape in block]
-# With an eps of the gradients' size a step depends on how large they are, not on their sign alone.
+# eps is as large as the gradients: otherwise AdamW's step would depend on their sign only, and hide wrong sizes.
 OPTIONS: dict[str, Any] = {"lr": 0.1, "eps": 1.0, "weight_decay": 0.01}
 
 
 class UserError(Exception):
-    """What user code raises."""
+    """Stands for an exception from the user's code."""
 
 
 class Block(nn.Module):
+    """Parameters p0, p1, ...; `before` and `behind` are called in its forward and backward."""
+
     def __init__(self, shapes: Sequence[tuple[int, ...]], seed: int) -> None:
         super().__init__()
         for i, shape in enumerate(shapes):
@@ -28,8 +30,9 @@ class Block(nn.Module):
         self.behind: Callable[[], None] | None = None
 
     def forward(self, x: torch.Tensor, grads: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The gradient of each parameter is the one given. before: called in forward; behind: in backward, when that
-        of the later blocks is over."""
+        """Adds terms whose gradients are exactly `grads`.
+
+        `before` is called in forward; `behind` in backward, after the backward of the later blocks."""
         if self.before is not None:
             self.before()
         terms = [(p * g).sum() for p, g in zip(self.parameters(), grads, strict=True)]
@@ -41,6 +44,8 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
+    """One Block for each entry of BLOCKS; grads are in the order of SHAPES."""
+
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(shapes, i) for i, shapes in enumerate(BLOCKS))
@@ -54,14 +59,14 @@ class Model(nn.Module):
 
 
 def gradients(batch: int, rank: int, size: int) -> list[torch.Tensor]:
-    """Multiples of the number of ranks, so that means are integers, too."""
+    """Returns a rank's gradients of a batch: multiples of the number of ranks, so that means are integers."""
     generator = torch.Generator().manual_seed(1000 * batch + rank)
     return [size * torch.randint(-8, 9, shape, generator=generator).float() for shape in SHAPES]
 
 
 @functools.cache
 def expected(batches: tuple[tuple[int, ...], ...]) -> list[list[torch.Tensor]]:
-    """The weights after each step of torch.optim.AdamW. batches: of each step, the batch of each rank."""
+    """Returns the weights after each step of torch.optim.AdamW. batches: for each step, the batch of each rank."""
     model = Model()
     params = list(model.parameters())
     optimizer = torch.optim.AdamW(params, **OPTIONS)
@@ -76,12 +81,12 @@ def expected(batches: tuple[tuple[int, ...], ...]) -> list[list[torch.Tensor]]:
 
 
 def local_weights(model: nn.Module) -> list[torch.Tensor]:
-    """What this rank has of each parameter, copied."""
+    """Returns copies of this rank's parameters, or of its shards."""
     return [(p.to_local() if hasattr(p, "to_local") else p).detach().clone() for p in model.parameters()]
 
 
 def right(local: Sequence[torch.Tensor], whole: Sequence[torch.Tensor], rank: int, size: int) -> bool:
-    """Whether a rank's local weights are those: a wrong gradient is off by a hundred times the tolerance."""
+    """Whether a rank's local weights are those of `whole`. A wrong gradient would differ by 100 times the tolerance."""
     for mine, wanted in zip(local, whole, strict=True):
         if mine.shape != wanted.shape:  # FSDP2's shard
             chunks = wanted.chunk(size)

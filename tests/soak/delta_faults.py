@@ -1,5 +1,6 @@
-"""Faults of weights that travel: publishers and engines that are killed, parts in which bits flip. Whatever happens, an
-engine has the weights of a version, or is told by name what it has to do."""
+"""Faults of weight updates: publishers and engines are killed, bits flip in deltas.
+
+An engine must always have the weights of one version, or get an error that says what to do."""
 
 import os
 import pathlib
@@ -24,22 +25,24 @@ KINDS = {
 }
 _VERSIONS = 5
 _FLIPS = 25
-"""Of one run, each of which is counted."""
+"""Flips in one run; each counts as a run of the kind."""
 _BOUND = 40.0
-"""Seconds until a version is there, on a busy machine."""
+"""Seconds until a version must be there, on a busy machine."""
 
 
 @dataclass(frozen=True)
 class Case:
+    """What one run does; all of it is drawn from the kind and a number."""
+
     kind: str
     seed: int
     elements: int
     exact: bool
     sliceable: bool
     version: int
-    """In which the process is killed; 0: it is not."""
+    """During which version the process is killed; 0: never."""
     delay: float
-    """Seconds after the begin of that."""
+    """Seconds from the beginning of that version to the signal."""
     verify: str
 
     @classmethod
@@ -59,10 +62,10 @@ class Case:
 
 
 class Trainer:
-    """The same weights at every version, whenever it is made."""
+    """A small training with a WeightPublisher. It has the same weights at a version whenever it is created."""
 
     def __init__(self, case: Any, group: Any = None) -> None:
-        """case: of this module, or another's that has such fields."""
+        """case: this module's Case, or another one with seed, elements, exact and sliceable."""
         self.draw = torch.Generator().manual_seed(case.seed)
         self.model = nn.Module()
         for name, size in (("large", case.elements), ("small", 7), ("norm", 130)):
@@ -87,7 +90,7 @@ class Trainer:
 
 
 def versions(case: Any) -> list[dict[str, Tensor]]:
-    """The weights of each."""
+    """Returns the weights of each version, from 0 on."""
     trainer = Trainer(case)
     found = [trainer.weights()]
     for _ in range(_VERSIONS):
@@ -97,11 +100,12 @@ def versions(case: Any) -> list[dict[str, Tensor]]:
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    """Whether both have the same names and equal tensors."""
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def refused(subscriber: torch_ext.WeightSubscriber, parts: Any, verify: Any = "touched") -> str:
-    """The error; "" where the parts were applied."""
+    """Applies the parts and returns the error's text; "" if they were applied."""
     try:
         subscriber.apply(parts, verify)
     except (ValueError, RuntimeError) as error:
@@ -109,11 +113,11 @@ def refused(subscriber: torch_ext.WeightSubscriber, parts: Any, verify: Any = "t
     return ""
 
 
-# -- what processes do
+# -- the processes
 
 
 def _publishes(_rank: int, _size: int, _group: Any, line: Line, case: Case, folder: pathlib.Path) -> Report:
-    """Until it is killed."""
+    """Publishes version after version into files, until it is killed."""
     trainer = Trainer(case)
     for version in range(1, _VERSIONS + 1):
         trainer.step()
@@ -128,7 +132,7 @@ def _publishes(_rank: int, _size: int, _group: Any, line: Line, case: Case, fold
 
 
 def _applies(_rank: int, _size: int, _group: Any, line: Line, case: Case, folder: pathlib.Path) -> Report:
-    """To weights that other processes see, until it is killed."""
+    """Applies version after version to weights in mapped files, which outlive the process, until it is killed."""
     trainer = Trainer(case)
     engine = mapped(trainer.weights(), folder)
     for name, values in trainer.weights().items():
@@ -149,13 +153,14 @@ def _applies(_rank: int, _size: int, _group: Any, line: Line, case: Case, folder
 
 
 def mapped(like: dict[str, Tensor], folder: pathlib.Path) -> dict[str, Tensor]:
-    """Weights in files, which stay when their process is killed."""
+    """Returns tensors in files, which stay when their process is killed."""
     return {
         name: torch.from_file(str(folder / f"{name}.bin"), True, t.numel(), dtype=t.dtype) for name, t in like.items()
     }
 
 
 def _flips(_rank: int, _size: int, _group: Any, _line: Any, case: Case, _folder: pathlib.Path) -> Report:
+    """Damages one byte of a delta or cuts it, many times: apply must raise, name the damage and change no weight."""
     trainer, report, draw = Trainer(case), Report(runs=_FLIPS), random.Random(case.seed)
     begin = trainer.weights()
     trainer.step()
@@ -185,11 +190,11 @@ def _flips(_rank: int, _size: int, _group: Any, _line: Any, case: Case, _folder:
     return report
 
 
-# -- what is right
+# -- the checks
 
 
 def _after_publish(_rank: int, _size: int, _group: Any, _line: Any, case: Case, folder: pathlib.Path, done: int) -> str:
-    """What is wrong with what a killed publisher left; and what an engine does about the one that comes after it."""
+    """Returns what is wrong with a killed publisher's files, or with an engine's reaction to the next publisher."""
     weights, files = versions(case), sorted(folder.glob("delta*"))
     if len(files) not in (done, done + 1):
         return f"{len(files)} deltas, of {done} that were there"
@@ -199,18 +204,19 @@ def _after_publish(_rank: int, _size: int, _group: Any, _line: Any, case: Case, 
         subscriber.apply(file.read_bytes(), case.verify)  # type: ignore[arg-type]
         if not same(engine, weights[version]) or subscriber.version != version:
             return f"{file.name} makes other weights"
-    anew = Trainer(case)
+    anew = Trainer(case)  # a restarted trainer, whose publisher begins a new chain of deltas
     anew.step()
     error = refused(subscriber, anew.publisher.publish())
-    if files and not re.search("chain|trainer|publisher", error):  # else it follows none yet
+    if files and not re.search("chain|trainer|publisher", error):  # without files the engine follows no publisher yet
         return "the delta of the publisher that was made anew is not refused by name"
     subscriber.apply(anew.publisher.full())
     return "" if same(engine, anew.weights()) else "full() of the publisher that was made anew makes other weights"
 
 
 def _after_apply(_rank: int, _size: int, _group: Any, _line: Any, case: Case, folder: pathlib.Path, done: int) -> str:
-    """What is wrong with the weights of a killed engine, done: the version that they surely have, and with what the
-    engine that is made of them is told."""
+    """Returns what is wrong with a killed engine's weights, or with the errors of an engine that resumes from them.
+
+    done: the last version that was applied completely."""
     weights = versions(case)
     engine = mapped(weights[0], folder)
     next_version = min(done + 1, _VERSIONS)
@@ -228,6 +234,7 @@ def _after_apply(_rank: int, _size: int, _group: Any, _line: Any, case: Case, fo
 
 
 def start(kind: str, number: int, folder: pathlib.Path) -> tuple[Case, World]:
+    """Starts one run in `folder`; `judge` tells its outcome."""
     case = Case.of(kind, number)
     (folder / "place").mkdir()
     body = {"kill_publish": _publishes, "kill_apply": _applies, "flip_delta": _flips}[kind]
@@ -238,6 +245,7 @@ def start(kind: str, number: int, folder: pathlib.Path) -> tuple[Case, World]:
 
 
 def judge(case: Case, world: World) -> Outcome:
+    """Returns the outcome of a run, after checking what a killed process has left."""
     outcome = Outcome()
     (answer,) = world.answers
     if answer is None:
@@ -248,13 +256,14 @@ def judge(case: Case, world: World) -> Outcome:
         outcome.crashed.append(f"it ended with status {answer.status}")
     elif case.version:
         outcome.silent += filter(None, [_left(case, world)])
-        outcome.runs = int(world.ranks[0].told[-1:] == [("begun", case.version)])  # else it was between two of them
+        outcome.runs = int(world.ranks[0].told[-1:] == [("begun", case.version)])  # else it was killed between versions
     else:
         outcome.add(answer)
     return outcome
 
 
 def _left(case: Case, world: World) -> str:
+    """Returns what is wrong with what a killed process left."""
     done = max((version for what, version in world.ranks[0].told if what == "done"), default=0)
     after = _after_publish if case.kind == "kill_publish" else _after_apply
     if not world.ranks[0].told:

@@ -1,4 +1,4 @@
-"""Runs faults of all kinds in turn, several at a time, and counts what became of them."""
+"""Runs faults of all kinds in turn, several at a time, and counts their outcomes."""
 
 import argparse
 import contextlib
@@ -14,11 +14,13 @@ from soak import delta_faults, grad_programs, rank_faults, save_faults, step_pro
 from soak.outcome import Outcome, Tally
 from soak.worlds import World
 
-# Numbers of the cases of one seed: those of seeds are apart.
+# Case numbers of two seeds do not overlap.
 _PER_SEED = 1_000_000
 
 
 class Run(NamedTuple):
+    """One case that is running, and its folder, which is deleted at the end."""
+
     kind: str
     number: int
     world: World
@@ -27,7 +29,7 @@ class Run(NamedTuple):
 
 
 class Family(Protocol):
-    """Kinds of faults that are run and judged alike."""
+    """Kinds of faults that are started and judged alike."""
 
     def kinds(self) -> dict[str, str]: ...
 
@@ -37,6 +39,8 @@ class Family(Protocol):
 
 
 class RankFaults:
+    """Faults in ranks that train: rank_faults.py."""
+
     def kinds(self) -> dict[str, str]:
         return {kind: what for kind, (what, _) in rank_faults.KINDS.items()}
 
@@ -53,6 +57,8 @@ class RankFaults:
 
 
 class SaveFaults:
+    """Faults in saves and files of checkpoints: save_faults.py."""
+
     def kinds(self) -> dict[str, str]:
         return save_faults.KINDS
 
@@ -64,6 +70,8 @@ class SaveFaults:
 
 
 class DeltaFaults:
+    """Faults in weight updates: delta_faults.py."""
+
     def kinds(self) -> dict[str, str]:
         return delta_faults.KINDS
 
@@ -75,6 +83,8 @@ class DeltaFaults:
 
 
 class WeightFaults:
+    """Faults in incremental weights: weight_faults.py."""
+
     def kinds(self) -> dict[str, str]:
         return weight_faults.KINDS
 
@@ -92,6 +102,8 @@ _PROGRAMS = {
 
 
 class Programs:
+    """Random training programs, without faults: grad_programs.py and step_programs.py."""
+
     def kinds(self) -> dict[str, str]:
         return _PROGRAMS
 
@@ -123,7 +135,7 @@ def kinds() -> list[str]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The exit status."""
+    """Runs what the arguments say and prints the tallies. Returns the exit status."""
     worlds.preload()
     if arguments.replay:
         kind, _, number = arguments.replay.partition(":")
@@ -142,12 +154,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _cases(chosen: list[str], seed: int, runs: int | None) -> Iterator[tuple[str, int]]:
+    """Yields (kind, number) of each case: all kinds in a random order, then all kinds again."""
     for number in itertools.count() if runs is None else range(runs):
         for kind in random.Random(number).sample(chosen, len(chosen)):
             yield kind, seed * _PER_SEED + number
 
 
 def _run_all(cases: Iterator[tuple[str, int]], tallies: dict[str, Tally], jobs: int, end: float) -> None:
+    """Runs cases, `jobs` at a time, and starts none after `end`."""
     running: list[Run] = []
     while True:
         while len(running) < jobs and time.monotonic() < end:
@@ -172,6 +186,7 @@ def _start(kind: str, number: int) -> Run:
 
 
 def _finish(one: Run, tally: Tally) -> None:
+    """Judges a case and prints what was found, with the command that repeats it."""
     with one.folder:
         outcome = _OF_KIND[one.kind].judge(one.case, one.world)
         if problems := outcome.problems():

@@ -1,5 +1,5 @@
-"""Random training programs on 1 to 3 ranks: micro-batches, what lies in `.grad`, unused, frozen and thawed parameters,
-exceptions, activation checkpoints. Gradients are compared with plain torch's, bit for bit, after every reduction."""
+"""Random training programs on 1 to 3 ranks: micro-batches, writes to `.grad`, unused, frozen and thawed parameters,
+exceptions, activation checkpoints. Gradients must be plain torch's, bit for bit, after every reduction."""
 
 import contextlib
 import random
@@ -31,14 +31,16 @@ DTYPES = [
 
 @dataclass(frozen=True)
 class Case:
+    """What one program trains; drawn from its number."""
+
     number: int
     strategy: str
     size: int
     dtypes: Dtypes
     integers: bool
-    """Gradients are small integers, and their sums exact: then earlier reductions may be added to in any order."""
+    """Gradients are small integers, whose sums are exact: then earlier reductions may be added in any order."""
     unused: bool
-    """find_unused_parameters."""
+    """find_unused_parameters of `parallelize`."""
     bucket_size: int
     recompute: str
     """Activation checkpoints: "", "reentrant" or "saved"."""
@@ -59,6 +61,8 @@ class Case:
 
 
 class Block(nn.Module):
+    """Adds terms whose gradients are exactly `grads`; None leaves a parameter out. raises: in backward."""
+
     def __init__(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:
         super().__init__()
         for i, shape in enumerate(shapes):
@@ -79,13 +83,15 @@ def _raise(_: torch.Tensor) -> None:
 
 
 class Model(nn.Module):
+    """One Block for each entry of BLOCKS, each recomputed in backward as `case.recompute` says."""
+
     def __init__(self, case: Case) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(shapes, case.dtypes.param) for shapes in BLOCKS)
         self.recompute = case.recompute
 
     def forward(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """grads: what the gradients shall be; None: the parameter is not used."""
+        """grads: what the gradients must become; None: the parameter is not used."""
         x, at = torch.zeros((), requires_grad=True), 0
         for block, shapes in zip(self.blocks, BLOCKS, strict=True):
             mine = grads[at : at + len(shapes)]
@@ -98,7 +104,7 @@ class Model(nn.Module):
 
 
 class Program:
-    """One case on one rank: each operation is done by the model and by the oracle. All ranks draw alike."""
+    """One case on one rank. Model and oracle do each operation. All ranks draw the same operations."""
 
     def __init__(self, case: Case, rank: int, group: Any) -> None:
         self.case, self.rank, self.group = case, rank, group
@@ -108,8 +114,11 @@ class Program:
         self._parallelize()
 
     def _parallelize(self) -> None:
-        """Some are frozen; but FSDP2 asks only once in which dtype a unit is reduced, and takes it for the parameters'
-        where all of it is frozen then: fp16's is refused when it thaws."""
+        """Makes the model parallel, with some parameters frozen.
+
+        None is frozen in fp16 under FSDP2: FSDP2 decides only once in which dtype a unit is reduced. For a unit that is
+        all frozen at that time it takes the parameters' dtype, and fp16's gradients would be rejected after thawing.
+        """
         case, dtypes = self.case, self.case.dtypes
         all_of_them = dtypes.param == _FP16 and case.strategy == "optim_grads_params"
         self.trained = [all_of_them or self.draw.random() < 0.8 for _ in SHAPES]
@@ -140,7 +149,7 @@ class Program:
         self.log.append(f"parallelize {[int(t) for t in self.trained]}")
 
     def run(self, operations: int) -> str:
-        """What is wrong, with the operations before it; "" where nothing is."""
+        """Does so many operations. Returns what is wrong, and after which operations; "" if nothing is."""
         for _ in range(operations):
             weights = [10, 4, 3, 2, 2, 1]
             chosen: Callable[[], None] = self.draw.choices(
@@ -165,7 +174,8 @@ class Program:
         return found.to(self.case.dtypes.param)
 
     def _given(self, everything: bool = False) -> list[list[torch.Tensor | None]]:
-        """The gradients of a backward, by rank. Every rank's reaches a parameter that is trained, or everything."""
+        """Returns the gradients of a backward, by rank. On every rank they reach at least one trained parameter;
+        everything: all of them."""
         draw = random.Random(self.draw.random())
         found = []
         for rank in range(self.case.size):
@@ -185,7 +195,7 @@ class Program:
 
     def _cycle(self) -> None:
         if not self.case.integers and self.case.strategy == "no_shard":
-            self._drop()  # how an earlier mean is added up is nobody's promise
+            self._drop()  # it is not promised in which order an earlier mean is added
         for _ in range(self.draw.randrange(3)):
             self._backward(sync=False)
         self._backward(sync=True)
@@ -198,7 +208,7 @@ class Program:
         self.oracle.drop(to_zeros=how.endswith("zeros"))
 
     def _grads(self) -> None:
-        """`.grad` of a parameter is dropped, or another one; where it is a user's to see."""
+        """Drops or replaces `.grad` of a parameter, under the strategies whose `.grad` belongs to the user."""
         if self.case.strategy not in ("no_shard", "optim"):
             return
         i = self.draw.choice([i for i, trained in enumerate(self.trained) if trained])
@@ -216,7 +226,8 @@ class Program:
         self._cycle()
 
     def _exception(self) -> None:
-        """In a backward, on all ranks, which drop everything and go on. They have sent the same then."""
+        """Raises in a backward on all ranks, at the same place, so that all have sent the same buckets. They drop the
+        gradients and go on."""
         given = self._given(everything=True)
         block: Any = self.draw.choice(list(self.model.blocks))
         self.log.append("backward that raises")
@@ -230,7 +241,7 @@ class Program:
         self.oracle.zeroed = self.oracle.zeroed or [False] * len(SHAPES)
 
     def _autograd(self) -> None:
-        """torch.autograd.grad of an input touches no gradient of the model."""
+        """Calls torch.autograd.grad, which must not touch the model's gradients."""
         if self.case.strategy == "optim_grads_params" or self.case.recompute == "reentrant":
             return
         self.log.append("torch.autograd.grad")
@@ -240,16 +251,17 @@ class Program:
         wanted = [g for g, t in zip(given, self.trained, strict=True) if g is not None and t]
         assert all(torch.equal(g.to(w.dtype), w) for g, w in zip(grads, wanted, strict=True)), "torch.autograd.grad"
 
-    # -- what an optimizer reads
+    # -- the check
 
     def _check(self) -> str:
         if any(value is not None for of_rank in self.oracle.local for value in of_rank):
-            return ""  # within a cycle
+            return ""  # gradients are still being accumulated
         return self.oracle.differs(self._read())
 
     def _read(self) -> list[torch.Tensor]:
-        """The whole gradients of the trained parameters, as a step reads them that changes no weight: with a beta of 0
-        the first moment becomes the gradient."""
+        """Returns the whole gradients of the trained parameters, as an optimizer reads them in a step with lr=0.
+
+        With betas of 0 exp_avg becomes the gradient; it stays -1 where there is none."""
         params = [p for p in self.model.parameters() if p.requires_grad]
         moments = {"main_params_dtype": None, "exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32"}
         config: Any = {**moments, "use_precision_aware_optimizer": True}
@@ -266,5 +278,5 @@ class Program:
 
 
 def run(rank: int, size: int, group: Any, _line: Any, case: Case) -> str:
-    """What is wrong on this rank; "" where nothing is."""
+    """Runs the case on this rank. Returns what is wrong; "" if nothing is."""
     return Program(case, rank, group).run(12)

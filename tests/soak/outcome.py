@@ -1,23 +1,23 @@
-"""What became of one run of a fault, and the lines that are printed of all of them."""
+"""The outcome of one run of a fault, and the lines that are printed about all runs of a kind."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass
 class Report:
-    """A process's answer."""
+    """The answer of a process that ended normally."""
 
     runs: int = 1
-    """That it counts for."""
+    """How many runs it counts for."""
     silent: list[str] = field(default_factory=list)
     unnamed: list[str] = field(default_factory=list)
     skipped: str = ""
-    """Why nothing was done."""
+    """Why nothing was done; "" if something was."""
 
 
 @dataclass
 class Outcome:
-    """Each list says what was wrong; the seconds are the longest that a call took which raised."""
+    """What is wrong with one run, by kind of finding. seconds: the longest time that a call took until it raised."""
 
     hung: list[str] = field(default_factory=list)
     silent: list[str] = field(default_factory=list)
@@ -26,7 +26,7 @@ class Outcome:
     seconds: float = 0.0
     skipped: str = ""
     runs: int = 1
-    """That it counts for."""
+    """How many runs it counts for."""
 
     def add(self, report: Report) -> None:
         self.silent += report.silent
@@ -39,7 +39,7 @@ class Outcome:
 
 
 class Tally:
-    """Of one kind of fault."""
+    """The counts of all runs of one kind of fault."""
 
     def __init__(self, kind: str, what: str) -> None:
         self.kind, self.what = kind, what

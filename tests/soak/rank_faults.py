@@ -1,5 +1,6 @@
-"""Faults of ranks at random moments of a training: who is left ends within its bound, with the right weights or with an
-error that names the rank."""
+"""Faults of ranks at random moments of a training.
+
+Every other rank must end within its time limit, with the right weights or with an error that names the faulty rank."""
 
 import contextlib
 import random
@@ -24,12 +25,12 @@ STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params", "ddp_hoo
 TIMEOUT = 3.0  # of the process group
 STEPS = 6
 _ALLOWANCE = 15.0
-"""Seconds, beside the time-outs, that a busy machine may take until every rank has ended."""
+"""Seconds that a busy machine may take, in addition to the time-outs, until every rank has ended."""
 
 _LASTS = {"stop": 2 * TIMEOUT, "pause": 0.1 * TIMEOUT}
-"""Seconds that a rank stands still."""
+"""Seconds for which the victim is stopped."""
 
-# Kind -> what it is, and whether the victim is gone afterwards.
+# By kind: what it is, and whether the victim's process ends by it.
 KINDS: dict[str, tuple[str, bool]] = {
     "kill": ("kill -9", True),
     "stop": ("SIGSTOP until past the time-out, then SIGCONT", False),
@@ -46,17 +47,19 @@ KINDS: dict[str, tuple[str, bool]] = {
 
 @dataclass(frozen=True)
 class Case:
+    """What one run does; all of it is drawn from the kind and a number."""
+
     kind: str
     strategy: str
     size: int
     victim: int
     step: int
-    """In which it strikes; -1: in parallelize."""
+    """The step in which the fault happens; -1: in parallelize."""
     delay: float
-    """Seconds from the begin of that step to the signal."""
+    """Seconds from the beginning of that step to the signal; 0 for exceptions."""
     block: int
     where: str
-    """Of exceptions: "forward", "backward", "forward_hook" or "backward_hook"."""
+    """Where an exception is raised: "forward", "backward", "forward_hook" or "backward_hook"."""
     wire: str
     store: str
     bucket_size: int
@@ -64,11 +67,12 @@ class Case:
     @classmethod
     def of(cls, kind: str, number: int) -> "Case":
         draw = random.Random(f"{kind} {number}")
-        # What DDP itself cannot go on after, it says; our hook has no part in that.
+        # Not "ddp_hook" where training must go on: DDP itself cannot always, and our hook has no part in that.
         strategy = draw.choice(STRATEGIES[: 4 if kind in ("alone", "everywhere", "interrupt_all") else 5])
         size = draw.choice([2, 2, 3, 4])
         by_signal = kind in ("kill", "stop", "pause", "interrupt", "interrupt_all")
-        # DDP speaks in torch's own words when it is made, and when it lays out its buckets before the second step.
+        # For ddp_hook no earlier step: DDP's constructor, and its rebuild of the buckets before the second step, raise
+        # torch's own errors, which name no rank.
         first = 2 if strategy == "ddp_hook" else -1 if kind in ("kill", "stop") else 0
         where = {"forward": ["forward"], "backward": ["backward"], "hook": ["forward_hook", "backward_hook"]}
         return cls(
@@ -92,16 +96,18 @@ class Report:
 
     parallelized: bool = False
     steps: int = 0
-    """That it claims to have completed."""
+    """How many steps it claims to have completed."""
     wrong: int = -1
-    """The first of these after which its weights were not those of plain torch."""
+    """The first of these steps after which its weights differ from plain torch's; -1: none."""
     error: str = ""
     error_again: str = ""
     seconds: float = 0.0
-    """That the call took which raised."""
+    """How long the call took that raised."""
 
 
 class Trainer:
+    """The model of counted_model.py under a strategy, and its optimizer."""
+
     def __init__(self, case: Case, group: Any) -> None:
         ddp: dict[str, Any] = {"grad_comm_dtype": case.wire.split()[0], "bucket_size": case.bucket_size}
         ddp |= {"grad_comm_compression": "on" if "compressed" in case.wire else "off", "overlap_grad_reduce": True}
@@ -123,7 +129,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def raising(self, case: Case) -> Any:
-        """User code in the case's block raises."""
+        """Within the context, user code in the case's block raises."""
         block: Any = self.inner.blocks[case.block]
         handle = None
         if case.where == "forward":
@@ -147,7 +153,7 @@ def _raise(*_: Any) -> None:
 
 
 def train(rank: int, size: int, group: Any, line: Line, case: Case) -> Report:
-    """What a rank does."""
+    """Is the body of a rank: trains, with the case's fault, and reports."""
     report, weights = Report(), list[list[torch.Tensor]]()
     begin = time.monotonic()
     trainer: Trainer | None = None
@@ -178,6 +184,7 @@ def train(rank: int, size: int, group: Any, line: Line, case: Case) -> Report:
 
 
 def _begins(line: Line, case: Case, rank: int, step: int) -> None:
+    """Tells the driver that the step of the fault begins, and requests the signal if this rank is to get one."""
     if step != case.step:
         return
     line.tell(step)
@@ -191,8 +198,9 @@ def _begins(line: Line, case: Case, rank: int, step: int) -> None:
 
 
 def _survives(trainer: Trainer, case: Case, rank: int, size: int, batch: int, line: Line) -> bool:
-    """Whether the step was completed; a user's exception, or Ctrl-C, ends it, and the process too, unless the kind says
-    that training goes on."""
+    """Takes one step. Returns whether it was completed.
+
+    The planned exception, or Ctrl-C, ends the step. It ends the process, too, unless training goes on in this kind."""
     planned = not case.delay and batch == case.step and (rank == case.victim or case.kind == "everywhere")
     try:
         _begins(line, case, rank, batch)
@@ -210,7 +218,7 @@ def _survives(trainer: Trainer, case: Case, rank: int, size: int, batch: int, li
 
 
 def _again(trainer: Trainer, rank: int, size: int) -> str:
-    """What the next call says after an error."""
+    """Returns the error of one more step after an error; "" if it succeeds."""
     try:
         trainer.step(counted_model.gradients(99, rank, size))
     except RuntimeError as error:
@@ -219,25 +227,25 @@ def _again(trainer: Trainer, rank: int, size: int) -> str:
 
 
 def _batches(case: Case, size: int) -> list[tuple[int, ...]]:
-    """Of each step, the batch of each rank: what raised is left out, by the ranks on which it did."""
+    """Returns for each step the batch of each rank. A rank on which a batch raised continues with the next batch."""
     skips = {"everywhere": set(range(size)), "alone": {case.victim}}.get(case.kind, set())
     each = [[b for b in range(STEPS) if not (r in skips and b == case.step)] for r in range(size)]
     return list(zip(*each, strict=False))
 
 
 def on_told(case: Case) -> Callable[[World, Rank], None]:
-    """World.on_told: sets the bound when it strikes."""
+    """Returns a World.on_told that sets the time limit when the fault begins."""
 
     def told(world: World, rank: Rank) -> None:
         if rank.number == case.victim:
-            # Every rank may wait out one time-out, ask the others for half of one, and its next call may, too.
+            # Each may take one time-out in the failed call, half of one to ask the others, and the same in the next.
             world.bound(case.delay + _LASTS.get(case.kind, 0.0) + 3 * TIMEOUT + _ALLOWANCE)
 
     return told
 
 
 def judge(case: Case, world: World) -> Outcome:
-    """hung, silent, unnamed: see the script's last lines."""
+    """Returns the outcome of a run; hung, silent, unnamed and crashed are explained in __main__.py."""
     outcome = Outcome()
     gone = KINDS[case.kind][1]
     for rank, answer in enumerate(world.answers):
@@ -254,6 +262,7 @@ def judge(case: Case, world: World) -> Outcome:
 
 
 def _judge_report(case: Case, rank: int, who: str, report: Report, outcome: Outcome) -> None:
+    """Adds to the outcome what is wrong with a rank's report."""
     outcome.seconds = max(outcome.seconds, report.seconds)
     if report.wrong >= 0:
         outcome.silent.append(
@@ -264,7 +273,7 @@ def _judge_report(case: Case, rank: int, who: str, report: Report, outcome: Outc
         if report.steps < wanted and case.kind != "interrupt_all":
             outcome.silent.append(f"{who}: {report.steps} steps of {wanted}, and no error")
         return
-    if case.step >= 0 and not report.parallelized:  # of ranks that a starved machine keeps a time-out apart
+    if case.step >= 0 and not report.parallelized:  # a busy machine let the ranks start more than a time-out apart
         outcome.crashed.append(f"{who}: an error before anything was done: {report.error}")
         return
     if case.kind in ("pause", "everywhere"):
@@ -278,11 +287,12 @@ def _judge_report(case: Case, rank: int, who: str, report: Report, outcome: Outc
 
 
 def names(message: str, rank: int) -> bool:
+    """Whether the message names this rank."""
     return any(str(rank) in re.findall(r"\d+", found) for found in re.findall(r"\branks? (\d+(?:, \d+)*)", message))
 
 
 def wrongly_lost(message: str, case: Case, rank: int) -> str:
-    """Ranks that a message calls lost, and that were never struck."""
+    """Returns the ranks that a message calls lost although they had no fault."""
     if "lost, " not in message or "no rank is lost" in message:
         return ""
     found = re.search(r"\branks? (\d+(?:, \d+)*) did not respond", message)

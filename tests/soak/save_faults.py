@@ -1,5 +1,6 @@
-"""Faults of checkpoints: saves that are killed, files in which bits flip, disks that are full, two jobs in one folder.
-Whatever happens, the last complete checkpoint loads, and what is damaged is refused by file and key."""
+"""Faults of checkpoints: saves that are killed, files in which bits flip, full disks, two jobs that save to one folder.
+
+The last complete checkpoint must always load, and a damaged one must be rejected by file and key."""
 
 import pathlib
 import random
@@ -32,26 +33,28 @@ KINDS = {
 TIMEOUT = 20.0
 _SAVES = 4
 _FLIPS = 25
-"""Of one run, each of which is counted."""
+"""Flips in one run; each counts as a run of the kind."""
 _BOUND = 40.0
-"""Seconds until a save is done, on a busy machine."""
+"""Seconds within which a save must be done, on a busy machine."""
 _MANY = 100_000
 
 
 @dataclass(frozen=True)
 class Case:
+    """What one run does; all of it is drawn from the kind and a number."""
+
     kind: str
     seed: int
     size: int
-    """Ranks; or jobs."""
+    """How many ranks, or jobs."""
     form: str
     """"file" or "folder"."""
     victim: int
-    """Of the rank, or job, that is killed; -1: none."""
+    """The rank, or the job, that is killed; -1: none."""
     save: int
-    """In which it is killed."""
+    """During which save it is killed."""
     delay: float
-    """Seconds after the begin of that save."""
+    """Seconds from the beginning of that save to the signal."""
     elements: int
     states: str
     """"logical" or "at_rest"."""
@@ -81,13 +84,13 @@ class Case:
 
 
 def state(seed: int, elements: int) -> dict[str, Any]:
-    """Tensors and plain values, all of which depend on the seed."""
+    """Returns tensors and plain values, all of which depend on the seed."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(elements, generator=generator).view(2, -1)
     return {
         "model": {"weight": values.to(torch.bfloat16), "bias": torch.full((7,), float(seed))},
         "optimizer": {
-            "state": {"weight": {"exp_avg": values * 0.5, "master_param": values}},  # the master beside its weight
+            "state": {"weight": {"exp_avg": values * 0.5, "master_param": values}},  # rounds to model.weight
             "param_groups": {"0": {"lr": seed / 8, "steps": [seed, seed + 1], "param_id": [1]}},
         },
         "step": seed,
@@ -95,12 +98,14 @@ def state(seed: int, elements: int) -> dict[str, Any]:
 
 
 def blank(value: Any) -> Any:
+    """Returns the same keys, with zeros for tensors and None for other values."""
     if isinstance(value, dict):
         return {key: blank(each) for key, each in value.items()}
     return torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
 
 
 def same(a: Any, b: Any) -> bool:
+    """Whether two states have the same keys, types, dtypes and values."""
     if isinstance(a, dict):
         return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, torch.Tensor):
@@ -109,20 +114,21 @@ def same(a: Any, b: Any) -> bool:
 
 
 class Place:
-    """A file or a folder."""
+    """The file or the folder that checkpoints are saved to."""
 
     def __init__(self, case: Case, folder: pathlib.Path, rank: int = 0, group: Any = None) -> None:
         self.case, self.rank, self.group = case, rank, group
         self.path = folder / ("checkpoint.pt" if case.form == "file" else "checkpoint")
 
     def state(self, seed: int) -> dict[str, Any]:
-        """Of a folder, each rank has a part of its own, too."""
+        """Returns the whole state of a save. In a folder with ranks each rank has a part of its own, too."""
         found = state(seed, self.case.elements)
         if self.case.form == "folder" and self.group is not None:
             found |= {f"rank {r}": state(_MANY * (r + 1) + seed, 10) for r in range(self.case.size)}
         return found
 
     def save(self, seed: int) -> None:
+        """Saves this rank's part of a state, in the way of the case's kind."""
         mine = {key: value for key, value in self.state(seed).items() if key in (f"rank {self.rank}", *state(0, 2))}
         options: Any = {"states": self.case.states, "compress": self.case.compress}
         if self.case.kind == "kill_background":
@@ -151,7 +157,9 @@ class Place:
         return dict(target)
 
     def holds(self, seeds: "set[int]") -> str:
-        """What is wrong, unless one of these states is there, and the next save works and leaves nothing else."""
+        """Returns what is wrong, "" if nothing is.
+
+        One of the states `seeds` must load, and the next save must work and leave no other files."""
         try:
             found = self.load()
         except Exception as error:
@@ -168,17 +176,17 @@ class Place:
 
 
 def _text(error: BaseException) -> str:
-    """Of torch.distributed.checkpoint's errors, what is in them."""
+    """Returns an error's text; for torch.distributed.checkpoint's CheckpointException the texts of its causes."""
     if isinstance(error, CheckpointException):
         return "; ".join(str(cause) for cause, _ in error.failures.values())
     return str(error)
 
 
-# -- what processes do
+# -- the processes
 
 
 def _saves(rank: int, _size: int, group: Any, line: Line, case: Case, folder: pathlib.Path) -> Report:
-    """Until it is killed."""
+    """Saves state after state, until it is killed."""
     place, report = Place(case, folder / "place", rank, group), Report()
     first = rank * 1000 if case.kind == "two_jobs" else 0
     draw = random.Random(case.seed + rank)
@@ -196,17 +204,19 @@ def _saves(rank: int, _size: int, group: Any, line: Line, case: Case, folder: pa
             continue
         line.tell(("done", first + i))
         if case.kind == "two_jobs":
-            torch.randn(draw.randrange(1, 200_000))  # a while
+            torch.randn(draw.randrange(1, 200_000))  # takes a while
     return report
 
 
 def _checks(
     _rank: int, _size: int, _group: Any, _line: Any, case: Case, folder: pathlib.Path, seeds: "set[int]", grouped: bool
 ) -> str:
+    """Runs `Place.holds` in a process of its own."""
     return Place(case, folder / "place", 0, True if grouped else None).holds(seeds)
 
 
 def _flips(rank: int, size: int, group: Any, _line: Any, case: Case, folder: pathlib.Path) -> Report:
+    """Damages one byte of a file or cuts it, many times: load must raise, and name the file and the key."""
     place = Place(case, folder / "place", rank, group)
     place.save(1)
     report = Report(runs=_FLIPS)
@@ -236,7 +246,7 @@ def _flips(rank: int, size: int, group: Any, _line: Any, case: Case, folder: pat
 
 
 def _key_at(place: Place, file: pathlib.Path, at: int) -> str:
-    """The item, or the record, in which a byte lies; "" in none."""
+    """Returns the key (of a folder) or the zip record (of a file) whose bytes include byte `at`; "" if none does."""
     if place.case.form == "file":
         with zipfile.ZipFile(file) as archive, open(file, "rb") as raw:
             for info in archive.infolist():
@@ -253,6 +263,7 @@ def _key_at(place: Place, file: pathlib.Path, at: int) -> str:
 
 
 def _fills(_rank: int, _size: int, _group: Any, _line: Any, case: Case, folder: pathlib.Path) -> Report:
+    """Saves to a disk with little free space: an error must say how much is missing, and the last state must load."""
     place, report = Place(case, folder / "place"), Report()
     draw = random.Random(case.seed)
     if skipped := small_disk.mount(folder / "place", 22 * case.elements + 500_000):
@@ -273,10 +284,11 @@ def _fills(_rank: int, _size: int, _group: Any, _line: Any, case: Case, folder: 
     return report
 
 
-# -- what is done to them, and what is right
+# -- starting a run, and its outcome
 
 
 def start(kind: str, number: int, folder: pathlib.Path) -> tuple[Case, World]:
+    """Starts one run in `folder`; `judge` tells its outcome."""
     case = Case.of(kind, number)
     (folder / "place").mkdir()
     body = {"flip": _flips, "disk": _fills}.get(kind.split("_")[0], _saves)
@@ -286,11 +298,12 @@ def start(kind: str, number: int, folder: pathlib.Path) -> tuple[Case, World]:
     world.bound(_BOUND)
     world.on_told = lambda world, rank: world.bound(_BOUND)
     if case.victim >= 0 and kind != "two_jobs":
-        world.on_end = world.kill  # the job ends with it
+        world.on_end = world.kill  # when one rank ends, the job ends
     return case, world
 
 
 def judge(case: Case, world: World) -> Outcome:
+    """Returns the outcome of a run, after checking the checkpoint that killed jobs have left."""
     outcome = Outcome(runs=0)
     for rank, answer in enumerate(world.answers):
         if answer is None:
@@ -305,26 +318,26 @@ def judge(case: Case, world: World) -> Outcome:
             outcome.add(answer)
     outcome.runs = max(outcome.runs, 1)
     if case.kind.startswith("kill") and world.ranks[case.victim].told[-1:][0][0] != "begun":
-        outcome.runs = 0  # it was between two saves
+        outcome.runs = 0  # it was killed between two saves
     if case.kind.startswith("kill") or case.kind == "two_jobs":
         outcome.silent += filter(None, [_lost(case, world)])
     return outcome
 
 
 def _lost(case: Case, world: World) -> str:
-    """What is wrong with what was left."""
+    """Returns what is wrong with the checkpoint that killed jobs left."""
     said = [[told for told in rank.told if told[0] == what] for what in ("begun", "done") for rank in world.ranks]
     begun = {seed for told in said[: case.size] for _, seed in told}
     done = [[seed for _, seed in told] for told in said[case.size :]]
     if case.kind == "two_jobs":
-        # In which order two jobs completed their last saves, nobody can tell; of a killed one any save may be there.
+        # The order of two jobs' last complete saves is not known. The killed job's last save may be there, too.
         legal = {max(seeds) for seeds in done if seeds}
         legal |= {seed for seed in begun if seed // 1000 == case.victim and seed >= max(done[case.victim], default=0)}
-    else:  # complete on one rank is complete
+    else:  # a save that is complete on one rank is complete
         latest = max((seed for seeds in done for seed in seeds), default=-1)
         legal = {seed for seed in begun if seed >= latest}
     if not any(done):
-        return ""  # there may be none yet
+        return ""  # no save was complete, so there may be no checkpoint
     grouped = case.size > 1 or case.kind == "kill_async"
     args = (case, world.log.parent, legal, grouped and case.kind != "two_jobs")
     return str(worlds.call(_checks, args, world.log.parent))

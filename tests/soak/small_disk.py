@@ -1,4 +1,4 @@
-"""A disk that is small: a tmpfs that only this process sees, and a file that takes what is free of it."""
+"""A small disk: a tmpfs that only this process sees, and a file that fills it."""
 
 import contextlib
 import ctypes
@@ -10,7 +10,7 @@ _NEW_MOUNTS, _PRIVATE = 0x00020000, 1 << 18 | 1 << 14  # CLONE_NEWNS; MS_PRIVATE
 
 
 def mount(folder: pathlib.Path, nbytes: int) -> str:
-    """A tmpfs that goes with this process; why not, where it may not."""
+    """Mounts a tmpfs that disappears with this process. Returns why that is not permitted, "" if it was."""
     libc = ctypes.CDLL(None, use_errno=True)
     options = f"size={nbytes}".encode()
     if (
@@ -23,14 +23,14 @@ def mount(folder: pathlib.Path, nbytes: int) -> str:
 
 
 def free(folder: pathlib.Path) -> int:
-    """Bytes that are free."""
+    """Returns how many bytes are free."""
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize
 
 
 @contextlib.contextmanager
 def filled(filler: pathlib.Path, left: int) -> Iterator[None]:
-    """Of what is free, no more than so many bytes are, while the context lasts."""
+    """Within the context, a file fills the disk so that no more than `left` bytes are free."""
     filler.write_bytes(bytes(max(0, free(filler.parent) - left)))
     try:
         yield

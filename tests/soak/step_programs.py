@@ -1,5 +1,5 @@
-"""Random training programs of one process: steps, hyperparameters that change, gradients that are missing, errors,
-weights written by others, checkpoints. Each parameter has a shadow that torch.optim.AdamW trains in fp32."""
+"""Random training programs of one process: steps, changing hyperparameters, missing gradients, errors, writes to
+weights, checkpoints. torch.optim.AdamW trains a shadow of each parameter in fp32; both must stay close."""
 
 import pathlib
 import random
@@ -12,7 +12,7 @@ import torch_ext
 
 SHAPES = [(3, 5), (130,), (), (40, 7), (1,), (2, 2, 3, 8)]
 _OPERATIONS = 25
-# Form -> the parameters' dtype, and what the policy is asked for. Moments are fp32, so that torch's are the oracle's.
+# By form: the parameters' dtype, and overrides of the policy. Moments are fp32, like those of torch's optimizer.
 FORMS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "fp32": (torch.float32, {}),
     "bf16": (torch.bfloat16, {}),
@@ -23,11 +23,13 @@ FORMS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Case:
+    """What one program trains; drawn from its number."""
+
     number: int
     form: str
     offload_fraction: float
     decoupled: bool
-    """AdamW; else Adam."""
+    """AdamW; False: Adam."""
     maximize: bool
 
     @classmethod
@@ -43,12 +45,14 @@ class Case:
 
 
 class Program:
+    """One case: parameters with our optimizer, their shadows with torch's, and the operations on both."""
+
     def __init__(self, case: Case, folder: pathlib.Path) -> None:
         self.case, self.folder = case, folder
         self.draw = random.Random(f"operations {case.number}")
         dtype, self.config = FORMS[case.form]
         self.dtype, self.log = dtype, list[str]()
-        self._pending: dict[int, torch.Tensor] = {}  # weights that were written since the last step
+        self._pending: dict[int, torch.Tensor] = {}  # weights written since the last step, by parameter
         start = [self._noise(shape).to(dtype) for shape in SHAPES]
         self.params = [torch.nn.Parameter(value) for value in start]
         self.shadows = [torch.nn.Parameter(value.float().clone()) for value in start]
@@ -64,6 +68,7 @@ class Program:
         return [first, {"params": params[4:], "lr": 0.05, "betas": (0.8, 0.9), "weight_decay": 0.0, "eps": 1e-6}]
 
     def _ours(self) -> Any:
+        """Returns a new optimizer of ours for the parameters."""
         moments = {"exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32", "use_precision_aware_optimizer": True}
         policy = torch_ext.load_policy(self.dtype, override_optimizer_config={**moments, **self.config})
         ours = torch_ext.AdamW if self.case.decoupled else torch_ext.Adam
@@ -75,7 +80,7 @@ class Program:
         )
 
     def run(self) -> str:
-        """What is wrong, with the operations before it; "" where nothing is."""
+        """Does the operations. Returns what is wrong, and after which operations; "" if nothing is."""
         chosen = [self._step, self._hyper, self._refused, self._written, self._checkpoint, self._zero]
         for _ in range(_OPERATIONS):
             operation: Any = self.draw.choices(chosen, [10, 2, 2, 2, 2, 1])[0]
@@ -90,7 +95,7 @@ class Program:
     # -- operations
 
     def _gradients(self) -> list[int]:
-        """Some parameters have none."""
+        """Sets gradients, and drops those of some parameters. Returns the positions of those that have one."""
         there = [i for i in range(len(SHAPES)) if self.draw.random() < 0.85]
         for i, (p, shadow) in enumerate(zip(self.params, self.shadows, strict=True)):
             p.grad = shadow.grad = None
@@ -118,7 +123,7 @@ class Program:
             optimizer.param_groups[index][key] = value
 
     def _refused(self) -> None:
-        """A step with what is not legal changes no bit."""
+        """Takes a step with an illegal option, which must raise and change no bit."""
         self._gradients()
         self.log.append("step with eps = -1")
         before = [p.detach().clone() for p in self.params]
@@ -134,7 +139,7 @@ class Program:
         assert all(torch.equal(p, b) for p, b in zip(self.params, before, strict=True)), "a refused step wrote"
 
     def _written(self) -> None:
-        """The weight becomes the master, but where that rounds to it already, whichever way it was written."""
+        """Writes to a weight in one of several ways. It becomes the master where the master rounds to another value."""
         i = self.draw.randrange(len(SHAPES))
         value = self._noise(SHAPES[i]).to(self.dtype)
         how = self.draw.choice(["copy_", "data", "data.copy_", "numpy"])
@@ -152,8 +157,9 @@ class Program:
 
     @torch.no_grad()
     def _notice(self) -> None:
-        """What was written is looked at by the next step, or by a load: beside remainders as a whole, as the tensors
-        are smaller than a block there."""
+        """Gives the shadows the values that were written, as the next step or load gives them to the masters.
+
+        Masters stored as remainders are resynced in blocks. These tensors are smaller than a block: all or nothing."""
         for i, value in self._pending.items():
             shadow = self.shadows[i]
             same = shadow.to(self.dtype) == value
@@ -163,7 +169,7 @@ class Program:
         self._pending.clear()
 
     def _checkpoint(self) -> None:
-        """Into a new optimizer and new parameters, through a file or not."""
+        """Goes on with new parameters and a new optimizer that loads the state, through a file or in memory."""
         self._notice()
         through = self.draw.choice(["memory", "a file"])
         self.log.append(f"checkpoint through {through}")
@@ -180,13 +186,14 @@ class Program:
         self.log.append(f"zero_grad({set_to_none})")
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
-    # -- what is right
+    # -- the check
 
     def _differs(self) -> str:
+        """Returns how a weight differs from its shadow; "" if none does."""
         for i, (p, shadow) in enumerate(zip(self.params, self.shadows, strict=True)):
             if i in self._pending:
                 continue
-            # Half of an ulp of the weight, and what fp32 formulas that round in another order part by.
+            # Half an ulp of the weight, plus the difference between fp32 formulas that round in another order.
             half = torch.finfo(self.dtype).eps * 0.5 if self.dtype != torch.float32 else 0.0
             close = torch.isclose(p.float(), shadow.detach(), rtol=half + 2e-5, atol=3e-5)
             if not close.all():
@@ -197,5 +204,5 @@ class Program:
 
 
 def run(_rank: int, _size: int, _group: Any, _line: Any, case: Case, folder: pathlib.Path) -> str:
-    """What is wrong; "" where nothing is."""
+    """Runs the case. Returns what is wrong; "" if nothing is."""
     return Program(case, folder).run()

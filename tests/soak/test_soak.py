@@ -1,4 +1,4 @@
-"""A small, seeded part of the soak; `bash tests/soak.sh SECONDS` runs as much of it as there is time."""
+"""A small, seeded part of the soak must find nothing. `bash tests/soak.sh SECONDS` runs more."""
 
 import functools
 import os
@@ -16,7 +16,7 @@ import torch_ext
 
 _SOAK = pathlib.Path(__file__).parent
 
-# What is run, and how often of each kind.
+# By part: the kinds, and the number of runs of each.
 PARTS = {
     "faults of ranks": (
         # Not "stop": where one rank of three is stopped in parallelize, another may name the third (stop:3000000).
@@ -49,7 +49,7 @@ PARTS = {
 
 FULL_DISKS = ["disk_full", "fill_weights"]
 
-# What was found, and is mended.
+# Cases that once failed and were fixed, by what was wrong.
 FOUND = {
     "rank 0 fails like the others and ends, and with it the store in which they look for each other": "alone:1000005",
     "a file whose directory says that its records begin before it": "flip_file:11000171",
@@ -57,14 +57,14 @@ FOUND = {
 
 
 class Mutant(NamedTuple):
-    """In `file` of the package, `old` becomes `new`."""
+    """A bug for the soak to find: in `file` of the package, `old` is replaced by `new`."""
 
     file: str
     old: str
     new: str
 
 
-# Kinds -> a bug that each of them finds.
+# By kinds: a bug that each of these kinds must find.
 MUTANTS = {
     ("kill_file", "kill_background"): Mutant(
         "checkpoint/files.py",
@@ -85,14 +85,14 @@ MUTANTS = {
         "except BlockingIOError:\n            pass",
     ),
     ("kill_weights",): Mutant("checkpoint/incremental.py", "full = own.newest_full()", "full = max(own.files)[0]"),
-    # What changed since a version that is not there.
+    # Deltas are saved after a version that does not exist.
     ("fill_weights",): Mutant(
         "checkpoint/incremental.py", "if own is not None and (version - 1, part) in own.files", "if own"
     ),
     ("flip_weights",): Mutant("checkpoint/load_weights.py", 'ValueError(f"{path}: {error}")', "ValueError(str(error))"),
-    # Chains of one name.
+    # Every chain of deltas gets the same name.
     ("kill_publish",): Mutant("weight_sync/trainer_ranks.py", "os.urandom(16)", "bytes(range(16))"),
-    # Weights that are nothing while they are brought to the next version.
+    # Weights are zero for a while during apply.
     ("kill_apply",): Mutant(
         "weight_sync/subscriber.py",
         "        self._tensors.refuse_changed()\n",
@@ -113,7 +113,9 @@ MUTANTS = {
 
 
 def run(*options: str, package: str = "") -> "subprocess.CompletedProcess[str]":
-    """In a process of its own: ranks fork from one that has no threads. package: a folder with another torch_ext."""
+    """Runs the soak in a process of its own, since ranks are forked from a process without threads.
+
+    package: a folder with another torch_ext."""
     command = [sys.executable, str(_SOAK), "--seconds", "240", *options]
     return subprocess.run(
         command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": package}, check=False
@@ -122,7 +124,7 @@ def run(*options: str, package: str = "") -> "subprocess.CompletedProcess[str]":
 
 @functools.cache
 def soak(*options: str) -> str:
-    """What it printed; AssertionError where it found something."""
+    """Returns what the soak printed; an assertion fails if it found something."""
     found = run(*options)
     assert found.returncode == 0, found.stdout + found.stderr
     return found.stdout
@@ -134,12 +136,12 @@ def part(name: str) -> str:
 
 
 def faultless(printed: str) -> list[str]:
-    """The kinds of which there are figures, where all are 0."""
+    """Returns the kinds with runs in which nothing was found."""
     return re.findall(r"^(\w+) +\d+ runs: 0 hung, 0 silent, 0 unnamed, 0 crashed", printed, re.M)
 
 
 def skipped(printed: str) -> dict[str, str]:
-    """Kinds of which runs were left out, and why."""
+    """Returns the kinds of which runs were skipped, and why."""
     return dict(re.findall(r"^(\w+) +\d+ SKIPPED: (.+)$", printed, re.M))
 
 
@@ -152,7 +154,7 @@ def test_a_part_of_the_soak(name: str) -> None:
 
 @pytest.mark.parametrize("kind", FULL_DISKS)
 def test_disks_were_full(kind: str) -> None:
-    """A skip that is counted, where no tmpfs may be mounted."""
+    """Skips, and so counts, if no tmpfs may be mounted here."""
     if reason := skipped(part("faults of saves, and of weights that travel")).get(kind):
         pytest.skip(f"the soak's full disks: {reason}")
 

@@ -1,6 +1,6 @@
-"""Faults of incremental weights: ranks that are killed while they save, files in which bits flip, disks that are full.
-Whatever happens, the last version of which all parts are there is loaded bit for bit, and what is damaged is refused by
-the file's name."""
+"""Faults of incremental weights: ranks that are killed while they save, files in which bits flip, full disks.
+
+The last version whose parts are all there must load bit for bit, and damage must be rejected by the file's name."""
 
 import os
 import pathlib
@@ -26,16 +26,18 @@ KINDS = {
 }
 _VERSIONS = 5
 _FLIPS = 25
-"""Of one run, each of which is counted."""
+"""Flips in one run; each counts as a run of the kind."""
 _FILLS = 8
-"""Versions of one run, each of which is counted."""
+"""Versions in one run; each counts as a run of the kind."""
 _BOUND = 40.0
-"""Seconds until a version is there, on a busy machine."""
+"""Seconds until a version must be there, on a busy machine."""
 _TIMEOUT = 20.0
 
 
 @dataclass(frozen=True)
 class Case:
+    """What one run does; all of it is drawn from the kind and a number."""
+
     kind: str
     seed: int
     size: int
@@ -44,12 +46,12 @@ class Case:
     sliceable: bool
     full_every: int
     together: bool
-    """Ranks wait for each other at each version."""
+    """Whether ranks wait for each other at each version."""
     victim: int
     version: int
-    """In which it is killed."""
+    """During which version the victim is killed."""
     delay: float
-    """Seconds after the begin of that."""
+    """Seconds from the beginning of that version to the signal."""
 
     @classmethod
     def of(cls, kind: str, number: int) -> "Case":
@@ -75,15 +77,16 @@ def _saver(case: Case, trainer: delta_faults.Trainer, folder: pathlib.Path) -> t
 
 
 def loaded(folder: pathlib.Path, like: dict[str, Tensor], version: int | None = None) -> tuple[int, dict[str, Tensor]]:
+    """Loads a version, or the last one. Returns its number and its weights."""
     tensors = {name: torch.full_like(t, 7.0) for name, t in like.items()}
     return torch_ext.load_weights(folder, tensors, version=version), tensors
 
 
-# -- what processes do
+# -- the processes
 
 
 def _saves(rank: int, _size: int, group: Any, line: Line, case: Case, folder: pathlib.Path) -> Report:
-    """Until one is killed. All ranks have the same weights, which they divide."""
+    """Saves version after version, until a rank is killed. All ranks have the same weights and each saves a part."""
     trainer = delta_faults.Trainer(case, group)
     saver = _saver(case, trainer, folder)
     for version in range(1, _VERSIONS + 1):
@@ -99,6 +102,7 @@ def _saves(rank: int, _size: int, group: Any, line: Line, case: Case, folder: pa
 
 
 def _flips(_rank: int, _size: int, _group: Any, _line: Any, case: Case, folder: pathlib.Path) -> Report:
+    """Damages one byte of a file or cuts it, many times: load_weights must raise and name the file."""
     trainer, report, draw = delta_faults.Trainer(case), Report(runs=_FLIPS), random.Random(case.seed)
     saver = _saver(case, trainer, folder)
     for _ in range(_VERSIONS):
@@ -125,7 +129,7 @@ def _flips(_rank: int, _size: int, _group: Any, _line: Any, case: Case, folder: 
 
 
 def _fills(_rank: int, _size: int, _group: Any, _line: Any, case: Case, folder: pathlib.Path) -> Report:
-    """Before most saves the disk is filled, up to room for a part of what is saved, or for all of it."""
+    """Saves versions, most of them after filling the disk up to room for a part of the version, or for all of it."""
     trainer, report, draw = delta_faults.Trainer(case), Report(runs=_FILLS), random.Random(case.seed)
     whole = 2 * case.elements + 20_000
     if skipped := small_disk.mount(folder, (case.full_every + 3) * whole):
@@ -151,7 +155,7 @@ def _fills(_rank: int, _size: int, _group: Any, _line: Any, case: Case, folder: 
 
 
 def _other(folder: pathlib.Path, version: int, weights: dict[str, Tensor]) -> str:
-    """What is wrong, where version 0 is none."""
+    """Returns what is wrong unless `version` loads with these weights; version 0: nothing was saved yet."""
     try:
         found, tensors = loaded(folder, weights)
     except (ValueError, FileNotFoundError) as error:
@@ -161,11 +165,13 @@ def _other(folder: pathlib.Path, version: int, weights: dict[str, Tensor]) -> st
     return "" if delta_faults.same(tensors, weights) else f"version {version} is loaded with other weights"
 
 
-# -- what is right
+# -- the check
 
 
 def _left(_rank: int, _size: int, _group: Any, _line: Any, case: Case, folder: pathlib.Path, done: int) -> str:
-    """What is wrong with what killed ranks left, done: the version that surely is there; and with the next job."""
+    """Returns what is wrong with what killed ranks left, or with the versions of the next job.
+
+    done: the last version that every rank completed."""
     truth = delta_faults.versions(case)
     try:
         version, tensors = loaded(folder, truth[0])
@@ -177,7 +183,7 @@ def _left(_rank: int, _size: int, _group: Any, _line: Any, case: Case, folder: p
         return f"version {done} was there, and {version} is loaded"
     if version and not delta_faults.same(tensors, truth[version]):
         return f"version {version} is loaded with other weights"
-    for name in os.listdir(folder):  # long ago
+    for name in os.listdir(folder):  # makes the files so old that they count as left behind
         os.utime(folder / name, (1, 1))
     trainer = delta_faults.Trainer(case)
     saver = _saver(case, trainer, folder)
@@ -192,6 +198,7 @@ def _left(_rank: int, _size: int, _group: Any, _line: Any, case: Case, folder: p
 
 
 def start(kind: str, number: int, folder: pathlib.Path) -> tuple[Case, World]:
+    """Starts one run in `folder`; `judge` tells its outcome."""
     case = Case.of(kind, number)
     (folder / "place").mkdir()
     body = {"kill_weights": _saves, "flip_weights": _flips, "fill_weights": _fills}[kind]
@@ -200,11 +207,12 @@ def start(kind: str, number: int, folder: pathlib.Path) -> tuple[Case, World]:
     world.bound(_BOUND)
     world.on_told = lambda world, rank: world.bound(_BOUND)
     if kind == "kill_weights":
-        world.on_end = world.kill  # the job ends with the rank
+        world.on_end = world.kill  # when one rank ends, the job ends
     return case, world
 
 
 def judge(case: Case, world: World) -> Outcome:
+    """Returns the outcome of a run, after checking the files that killed ranks have left."""
     outcome = Outcome()
     for rank, answer in enumerate(world.answers):
         if answer is None:
@@ -220,5 +228,5 @@ def judge(case: Case, world: World) -> Outcome:
         place = world.log.parent / "place"
         outcome.silent += filter(None, [str(worlds.call(_left, (case, place, done), world.log.parent))])
         last = world.ranks[case.victim].told[-1:]
-        outcome.runs = int(last == [("begun", case.version)])  # else it was between two saves
+        outcome.runs = int(last == [("begun", case.version)])  # else it was killed between two saves
     return outcome

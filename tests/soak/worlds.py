@@ -1,5 +1,5 @@
-"""Processes that fork from this one, which imported torch once and never ran a thread: worlds of ranks, several of them
-at a time, that are struck by signals while they work."""
+"""Worlds of ranks, several at a time, whose processes get signals while they work. They are forked from this process,
+which has imported torch once and never started a thread."""
 
 import atexit
 import contextlib
@@ -28,11 +28,11 @@ import torch_ext
 _PRELOADED = ["torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor"]
 
 _SETUP = 60.0
-"""Seconds within which a busy machine connects a world: far beyond what it needs."""
+"""Seconds within which a world must connect; far more than a busy machine needs."""
 
 
 def preload() -> None:
-    """Imports here, once, what processes would import each."""
+    """Imports what every process would otherwise import for itself."""
     for name in _PRELOADED:
         importlib.import_module(name)
     for name in ("CheckpointReader", "CheckpointWriter"):
@@ -43,7 +43,7 @@ def preload() -> None:
 
 @dataclass
 class Raised:
-    """A rank's function raised."""
+    """The answer of a rank whose function raised."""
 
     message: str
     trace: str
@@ -51,13 +51,15 @@ class Raised:
 
 @dataclass
 class Died:
-    """A process ended without an answer: killed by the signal -status, or with that status."""
+    """The answer of a process that ended without one. status: its exit status, or minus the signal that killed it."""
 
     status: int
 
 
 class Line:
-    """What a forked process has of this one, and another process that strikes it: no load of ours delays that."""
+    """A forked process's connection to the driver, and to a helper process that sends it signals.
+
+    The signals come from a process of their own so that our load does not delay them."""
 
     def __init__(self, pipe: Any) -> None:
         self._pipe = pipe
@@ -70,10 +72,11 @@ class Line:
         os.close(victim)
 
     def tell(self, told: Any) -> None:
+        """Sends `told` to the driver, whose World.on_told is called."""
         self._pipe.send(("told", told))
 
     def strike(self, *orders: tuple[float, signal.Signals]) -> None:
-        """Signals for this process, one after the other, each so many seconds after the one before."""
+        """Requests signals for this process, in this order. An order: seconds after the previous signal, signal."""
         os.write(self._orders, b"".join(_ORDER.pack(*order) for order in orders))
 
 
@@ -81,7 +84,7 @@ _ORDER = struct.Struct("di")
 
 
 def _strike(orders: int, victim: int) -> None:
-    """The whole life of the other process, which ends with the first one."""
+    """Is the helper process: sends the requested signals to `victim`, and ends when the victim does."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         for descriptor in range(3, max(orders, victim) + 64):
@@ -97,10 +100,10 @@ def _strike(orders: int, victim: int) -> None:
 
 
 class Rank:
-    """One forked process: what it tells while it works, and its answer."""
+    """One forked process, as the driver sees it: what it has told, and its answer."""
 
     def __init__(self, number: int, body: "Callable[[Line], Any]", log: pathlib.Path) -> None:
-        """body returns the answer."""
+        """body: runs in the process and returns the answer."""
         self.number = number
         self.answer: tuple[Any] | None = None
         self.told: list[Any] = []
@@ -115,7 +118,7 @@ class Rank:
         return self.answer is not None
 
     def read(self) -> None:
-        """What there is to read: blocks where there is nothing."""
+        """Reads one message; blocks until there is one."""
         try:
             kind, value = self.pipe.recv()
         except (EOFError, OSError):
@@ -126,11 +129,13 @@ class Rank:
         self.answer = (value,)
 
     def _status(self) -> int:
+        """Waits for the process and returns its exit status, or minus the signal that killed it."""
         _, status = os.waitpid(self.pid, 0)
         self.pid = 0
         return os.waitstatus_to_exitcode(status)
 
     def end(self) -> None:
+        """Kills the process if it is still there."""
         if self.pid:
             os.kill(self.pid, signal.SIGKILL)
             self._status()
@@ -138,14 +143,14 @@ class Rank:
 
 
 def _run(body: Callable[[Line], Any], pipe: Any, log: pathlib.Path) -> None:
-    """The whole life of a forked process: it never returns."""
+    """Is a forked process: calls `body`, sends the answer and exits."""
     status = 1
     try:
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(descriptor, 2)
         faulthandler.register(signal.SIGUSR1, file=descriptor, all_threads=True)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        atexit._clear()  # the driver's; what this process imports or starts registers its own
+        atexit._clear()  # drops the driver's handlers; what this process imports or starts registers its own
         atexit.register(os.close, descriptor)
         try:
             value: Any = body(Line(pipe))
@@ -153,7 +158,7 @@ def _run(body: Callable[[Line], Any], pipe: Any, log: pathlib.Path) -> None:
             value = Raised(str(error), traceback.format_exc())
         pipe.send(("answer", value))
         status = 0
-    except BaseException:  # as Python ends after it; the pipe's end says it
+    except BaseException:  # ends the process as Python would; the driver sees that the pipe is closed
         with contextlib.suppress(BaseException):
             traceback.print_exc()
     finally:
@@ -166,17 +171,17 @@ def _run(body: Callable[[Line], Any], pipe: Any, log: pathlib.Path) -> None:
 
 @dataclass
 class World:
-    """Ranks that are one process group, and what is going to happen to them."""
+    """Ranks that are one process group, as the driver sees them."""
 
     ranks: list[Rank]
     log: pathlib.Path
     deadline: float
     on_told: Callable[["World", Rank], object] = lambda world, rank: None
     on_end: Callable[[], object] = lambda: None
-    """Called when the first rank has ended."""
+    """Called when the first rank ends."""
 
     def bound(self, seconds: float) -> None:
-        """The world is hung if it has not ended so many seconds from now."""
+        """Sets the time limit: the world is hung if it has not ended `seconds` from now."""
         self.deadline = time.monotonic() + seconds
 
     @property
@@ -185,7 +190,7 @@ class World:
 
     @property
     def answers(self) -> list[Any]:
-        """None of a rank that is hung."""
+        """Each rank's answer; None: it gave none yet."""
         return [None if rank.answer is None else rank.answer[0] for rank in self.ranks]
 
     def kill(self) -> None:
@@ -194,7 +199,7 @@ class World:
                 os.kill(rank.pid, signal.SIGKILL)
 
     def stacks(self) -> str:
-        """Of the ranks that did not end, and what all of them said on stderr."""
+        """Returns the Python stacks of the ranks that did not end, and everything that all ranks wrote to stderr."""
         for rank in self.ranks:
             if not rank.done:
                 os.kill(rank.pid, signal.SIGCONT)
@@ -216,14 +221,16 @@ def start(
     timeout: float = 0.0,
     store: str = "file",
 ) -> World:
-    """The ranks run body(rank, size, group, line, *args). timeout: in seconds, of the group, which has all of them;
-    0: there is none. store: "file", or "tcp", of which rank 0's process is the server, as it is without torchrun."""
+    """Starts ranks that run body(rank, size, group, line, *args).
+
+    timeout: of the group of all ranks, in seconds; 0: there is no group. store: "file", or "tcp", whose server is rank
+    0's process, as it is without torchrun."""
     log = folder / "stderr"
     log.touch()
 
     def of(rank: int) -> Callable[[Line], Any]:
         def run(line: Line) -> Any:
-            gc.freeze()  # what was imported stays shared memory
+            gc.freeze()  # keeps what was imported in shared pages
             given = _connect(rank, size, folder, timeout, store) if timeout else None
             return body(rank, size, given, line, *args)
 
@@ -233,6 +240,7 @@ def start(
 
 
 def _connect(rank: int, size: int, folder: pathlib.Path, timeout: float, store: str) -> Any:
+    """Joins the world, with a long time-out, and returns a group of all ranks with the given one."""
     made: Any = dist.FileStore(str(folder / "store"), size) if store == "file" else _tcp_store(rank, size, folder)
     long = datetime.timedelta(seconds=_SETUP)
     dist.init_process_group("gloo", store=made, rank=rank, world_size=size, timeout=long)
@@ -242,6 +250,7 @@ def _connect(rank: int, size: int, folder: pathlib.Path, timeout: float, store: 
 
 
 def _tcp_store(rank: int, size: int, folder: pathlib.Path) -> Any:
+    """Returns the store of rank 0's process; rank 0 writes its port to a file."""
     place = folder / "port"
     long = datetime.timedelta(seconds=_SETUP)
     if rank == 0:
@@ -256,13 +265,13 @@ def _tcp_store(rank: int, size: int, folder: pathlib.Path) -> Any:
 
 @contextlib.contextmanager
 def scratch() -> Iterator[pathlib.Path]:
-    """A folder in memory, where there is one."""
+    """Yields a temporary folder, deleted at the end."""
     with tempfile.TemporaryDirectory(prefix="torch_ext_soak.") as folder:
         yield pathlib.Path(folder)
 
 
 def wait(worlds: Sequence[World]) -> None:
-    """Until something was told, or has ended, or is late, in any of the worlds."""
+    """Waits until a rank tells something or ends, or a world is past its time limit. Calls on_told and on_end."""
     pipes = {rank.pipe: (world, rank) for world in worlds for rank in world.ranks if not rank.done}
     seconds = max(0.0, min(world.deadline for world in worlds) - time.monotonic())
     for ready in multiprocessing.connection.wait(list(pipes), seconds):
@@ -275,7 +284,7 @@ def wait(worlds: Sequence[World]) -> None:
 
 
 def call(body: Callable[..., Any], args: Sequence[Any], folder: pathlib.Path) -> Any:
-    """What body(0, 1, None, line, *args) returned in a process of its own."""
+    """Returns what body(0, 1, None, line, *args) returns in a process of its own; if it raises, the traceback."""
     world = start(1, body, args, folder)
     with contextlib.closing(world):
         while not world.done:

@@ -1,9 +1,9 @@
-"""A GPU for machines without one: torch tensors that say they are on cuda:N, in host memory, and a CUDA library that
-writes down how it was called and lets the CPU's functions do the work. What lies between, from torch's dispatcher to
-the library's functions, is the real thing.
+"""A stand-in for a GPU, for machines without one. Torch tensors that say they are on cuda:N live in host memory, and a
+stand-in CUDA library records how it was called and lets the CPU functions do the work. Everything in between, from
+torch's dispatcher to the library's functions, is the real code.
 
-`pretend` changes the process for good (a libtorch_cuda.so, kernels for the CUDA key), so tests run it in one of their
-own.
+Using it changes the process for good (a libtorch_cuda.so is loaded, kernels are registered for the CUDA key), so each
+test runs it in a process of its own: see `seen_beside`.
 """
 
 import ctypes
@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_map
 import torch_ext
 
 ROOT = pathlib.Path(torch_ext.__file__).parent.parent
-STREAM = 0x5000  # the address of cuda:0's current stream; those of others follow
+STREAM = 0x5000  # handle of cuda:0's current stream; that of cuda:N is STREAM + N
 
-# The functions are the rows of entries.def, so that none is forgotten.
+# entries.def lists every function of the CUDA library, so the stand-in cannot miss one.
 _CUDA_LIBRARY = r"""
 #include <stdio.h>
 #include <string.h>
@@ -121,7 +121,7 @@ int32_t aoti_torch_delete_cuda_guard(void *guard) {
 
 
 def compile_library(folder: pathlib.Path, name: str, source: str, *options: str) -> pathlib.Path:
-    """A shared library of C. Skips the test where there is no compiler."""
+    """Compiles a shared library from C source and returns its path. Skips the test if there is no compiler."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler to make a stand-in for a GPU with")
@@ -133,19 +133,22 @@ def compile_library(folder: pathlib.Path, name: str, source: str, *options: str)
 
 
 def cuda_library(folder: pathlib.Path, version: str = "tx_version()", more: str = "") -> pathlib.Path:
-    """version: what it says of itself, in C. more: functions besides the operators."""
+    """Compiles the stand-in for libtorch_ext_cuda.so and returns its path. version: the version that it reports, a C
+    expression. more: C source of functions to add to the operators."""
     return compile_library(
         folder, "libtorch_ext_cuda.so", _CUDA_LIBRARY + more, f"-DVERSION=({version})", torch_ext.library_path()
     )
 
 
 def libtorch_cuda(folder: pathlib.Path) -> pathlib.Path:
+    """Compiles a stand-in for torch's libtorch_cuda.so (current stream, device guards) and returns its path. Skips the
+    test under a torch that is built for CUDA, whose own library would be called instead."""
     if torch.version.cuda is not None:
         pytest.skip("this torch is built for CUDA, and its own libtorch_cuda.so would be asked; one for CPUs is needed")
     return compile_library(folder, "libtorch_cuda.so", _LIBTORCH_CUDA)
 
 
-# c10 asks the device of a tensor to be made current around many operators.
+# c10 makes a tensor's device current around many operators, so the CUDA device type needs a guard.
 _GUARDS = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 namespace {
@@ -158,7 +161,8 @@ C10_REGISTER_GUARD_IMPL(CUDA, Guards)
 
 
 def device_guards(folder: pathlib.Path) -> pathlib.Path:
-    """Guards that do nothing, for a torch that has none for CUDA. Skips the test where they cannot be compiled."""
+    """Compiles device guards that do nothing, for a torch without guards for CUDA, and returns the library's path.
+    Skips the test if they cannot be compiled, or if this torch has guards of its own."""
     compiler, torch_folder = shutil.which("g++"), pathlib.Path(torch.__file__).parent
     if compiler is None or torch.backends.cuda.is_built():
         pytest.skip("no C++ compiler, or a torch that has its own device guards")
@@ -170,7 +174,7 @@ def device_guards(folder: pathlib.Path) -> pathlib.Path:
 
 
 class _DLTensor(ctypes.Structure):
-    """DLManagedTensor of dlpack.h, without its nesting."""
+    """DLManagedTensor of dlpack.h, with the nested struct's fields inlined."""
 
     _fields_ = [
         ("data", ctypes.c_void_p),
@@ -189,7 +193,7 @@ class _DLTensor(ctypes.Structure):
 
 
 _CPU, _CUDA = 1, 2
-_CODES = {  # dtype -> kind and bits
+_CODES = {  # dtype -> DLPack's type code and bits
     torch.float32: (2, 32),
     torch.float64: (2, 64),
     torch.float16: (2, 16),
@@ -200,15 +204,16 @@ _CODES = {  # dtype -> kind and bits
     torch.bool: (6, 8),
     torch.uint8: (1, 8),
 }
-_kept: list[Any] = []  # what tensors on the stand-in read: nobody tells when they are gone
+_kept: list[Any] = []  # memory of the stand-in's tensors; it is kept for good, as nothing says when one is freed
 
 
 def as_cuda(host: torch.Tensor, index: int = 0) -> torch.Tensor:
-    """A tensor on cuda:`index` in the memory of a CPU tensor."""
+    """Returns a tensor on cuda:`index` that shares the memory of a CPU tensor."""
     return _on(_CUDA, index, host)
 
 
 def _on(device_type: int, index: int, t: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor on the given device that shares the memory of `t`, by way of DLPack."""
     shape = (ctypes.c_int64 * max(1, t.dim()))(*t.shape)
     strides = (ctypes.c_int64 * max(1, t.dim()))(*t.stride())
     managed = _DLTensor(t.data_ptr(), device_type, index, t.dim(), *_CODES[t.dtype], 1, shape, strides, 0, None, None)
@@ -220,8 +225,8 @@ def _on(device_type: int, index: int, t: torch.Tensor) -> torch.Tensor:
 
 
 def without_pinned_memory() -> list[Any]:
-    """From now on, in this process: a torch for the CPU has none, and memory that is asked for so is not. Returns the
-    sizes that were."""
+    """Makes torch.empty ignore pin_memory in this process from now on: a torch for the CPU has no pinned memory.
+    Returns a list to which the size of each such request is appended."""
     asked: list[Any] = []
     made = torch.empty
 
@@ -235,7 +240,8 @@ def without_pinned_memory() -> list[Any]:
 
 
 def seen_beside(folder: pathlib.Path, code: str) -> dict[str, Any]:
-    """What a process of its own printed as JSON that ran the code; its arguments are StandIn's, made in the folder."""
+    """Runs the code in a process of its own and returns the JSON that it prints. The code's arguments are those of
+    `StandIn`; the libraries are compiled into the folder."""
     library = cuda_library(folder)
     arguments = [library, libtorch_cuda(folder), device_guards(folder)]
     environment = dict(os.environ) | {"TORCH_EXT_CUDA_LIBRARY": str(library)}
@@ -247,24 +253,26 @@ def seen_beside(folder: pathlib.Path, code: str) -> dict[str, Any]:
 
 
 class Call(NamedTuple):
+    """One call that the stand-in library got."""
+
     entry: str
     device: int
     stream: int
     workspace: int  # address
     workspace_bytes: int
-    guards: int  # of torch's, around the call
+    guards: int  # how many of torch's device guards are active around the call
 
 
 def as_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor in the memory of one on the stand-in."""
+    """Returns a CPU tensor that shares the memory of a tensor on the stand-in."""
     return _on(_CPU, 0, tensor)
 
 
 class StandIn:
-    """The libraries at the given paths, loaded; from then on torch makes tensors on `cuda`.
+    """Loads the libraries at the given paths; from then on torch can create tensors on `cuda`.
 
-    guards: of `device_guards`; with it every operator of torch runs on `cuda`, too (but for autograd's backward), and
-    `waits` lists those that made the host wait for the device.
+    guards: the library of `device_guards`. With it every operator of torch runs on `cuda` (except autograd's backward),
+    and `waits` lists the operators that made the host wait for the device.
     """
 
     def __init__(self, library: str, torch_library: str, guards: str | None = None) -> None:
@@ -276,7 +284,7 @@ class StandIn:
         self.allocated: list[torch.Tensor] = []
         self.waits: list[str] = []
         torch.cuda._lazy_init = lambda: None  # type: ignore[assignment]
-        torch.cuda.is_current_stream_capturing = lambda: False  # a torch for the CPU has none to ask
+        torch.cuda.is_current_stream_capturing = lambda: False  # a torch for the CPU has no such function
         if guards is None:
             self._kernels.impl("empty_strided", self._empty_strided, "CUDA")
         else:
@@ -288,15 +296,16 @@ class StandIn:
         return as_cuda(self.allocated[-1], device.index)
 
     def _register_everything(self) -> None:
-        """The CPU's kernels for operators that have none of their own for this key, and instead of those that any
-        device shares: they would look for a GPU's deeper down."""
+        """Lets CPU kernels serve the CUDA key, for operators that have no kernel for it and instead of kernels that all
+        devices share: the latter would look for a real GPU further down."""
         self._fallback = torch.library.Library("_", "IMPL")
         self._fallback.fallback(self._on_the_cpu, "CUDA")
-        kept = {"aten::detach", "aten::alias", "aten::_to_copy", "aten::lift_fresh"}  # made of others, or of no memory
+        # Not registered: these are composed of other operators, or return views.
+        kept = {"aten::detach", "aten::alias", "aten::_to_copy", "aten::lift_fresh"}
         shared = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
         has = torch._C._dispatch_has_kernel_for_dispatch_key
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch names each kernel that is replaced
+            warnings.simplefilter("ignore")  # torch warns about each kernel that is replaced
             for name in torch._C._dispatch_get_all_op_names():
                 if not name.startswith("aten::") or name in kept or has(name, "CompositeImplicitAutograd"):
                     continue
@@ -306,11 +315,14 @@ class StandIn:
                     self._kernels.impl(name.removeprefix("aten::"), functools.partial(self._on_the_cpu, op), "CUDA")
 
     def _on_the_cpu(self, op: Any, *args: Any, **options: Any) -> Any:
-        device: torch.device | None = None  # where results are
+        """Runs `op` on CPU tensors that share the arguments' memory, and returns its results as tensors on the
+        stand-in. Records in `waits` the operators that would wait for a GPU."""
+        device: torch.device | None = None  # the device that results are on
         twins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         kinds = set()
 
         def down(a: Any) -> Any:
+            """Returns a CPU tensor for one on the stand-in, and the CPU for its device."""
             nonlocal device
             if isinstance(a, torch.device):
                 device = a
@@ -325,6 +337,7 @@ class StandIn:
             return a
 
         def up(result: Any) -> Any:
+            """Returns the stand-in's tensor for a result: the argument itself if the operator returned it."""
             if not isinstance(result, torch.Tensor) or (device is not None and device.type == "cpu"):
                 return result
             if id(result) in twins:
@@ -342,20 +355,22 @@ class StandIn:
         return args[0] if copies else tree_map(up, result)
 
     def lanes(self) -> dict[str, list[int]]:
-        """Copies and marks by way (down, up) so far, and how many lanes there are."""
+        """Returns the number of copies and of marks so far, each as [down, up], and how many lanes there are."""
         way = {name: [getattr(self._library, f"stand_in_{name}")(up) for up in (0, 1)] for name in ("copies", "marks")}
         return way | {"lanes": [self._library.stand_in_lanes()]}
 
     def capture_mode(self) -> int:
-        """Of the calling thread: cudaStreamCaptureMode, 0 at first."""
+        """Returns the calling thread's cudaStreamCaptureMode, 0 at first."""
         return int(self._library.stand_in_capture_mode())
 
     def guards(self) -> tuple[int, int]:
-        """How many of torch's guards there are, and of which devices they were so far, as bits."""
+        """Returns how many of torch's device guards are active, and a bit mask of the devices that were guarded so
+        far."""
         return self._torch_library.stand_in_guards(), self._torch_library.stand_in_guarded()
 
     def calls(self) -> list[Call]:
-        """All so far. Every one brought the struct of its version."""
+        """Returns all calls so far, and asserts that each passed a tx_cuda_call of the size that the library
+        expects."""
         calls = []
         for line in self._library.stand_in_calls().decode().splitlines():
             entry, *numbers, right_size = line.split()

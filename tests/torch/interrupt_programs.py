@@ -1,5 +1,6 @@
-"""Training that is interrupted: at the n-th time that the interpreter looks for signals while the library's own Python
-code runs, one call raises KeyboardInterrupt there. What it left is compared with what was before it and after it."""
+"""Programs for the tests of interrupts (Ctrl-C): one call of the library raises KeyboardInterrupt at the n-th place in
+its Python code where the interpreter may handle a signal. Tests compare what the call leaves with the state before and
+after it."""
 
 import copy
 import io
@@ -14,15 +15,15 @@ from torch import Tensor, nn
 import torch_ext
 
 _ROOT = str(pathlib.Path(torch_ext.__file__).parent)
-_GENERATOR = 0x20  # inspect.CO_GENERATOR: where these begin and yield the interpreter raises nothing
-torch.set_num_threads(1)  # for tensors of this size others are only waited for
+_GENERATOR = 0x20  # inspect.CO_GENERATOR: the interpreter raises no interrupt where a generator begins or yields
+torch.set_num_threads(1)  # at these sizes more threads only cost time
 
 SHAPES = [(40, 30), (30,), (2500,), (20, 64), (1,)]
 
 
 class Interrupt:
-    """Counts in this context where the interpreter would raise an interrupt: where a function begins, and where a call
-    returns. Raises at the at-th of these; 0: nowhere."""
+    """Counts, in this context, the places where the interpreter may raise an interrupt: where a function of the library
+    begins, and where a call returns. Raises at the place with number `at`; with 0 it only counts."""
 
     def __init__(self, at: int = 0) -> None:
         self.at, self.count, self.where = at, 0, ""
@@ -38,7 +39,7 @@ class Interrupt:
             self.handler()
 
     def handler(self) -> None:
-        """Of the signal."""
+        """The signal's handler; subclasses override it."""
         raise KeyboardInterrupt
 
     def __enter__(self) -> "Interrupt":
@@ -50,11 +51,13 @@ class Interrupt:
 
 
 class Kind(NamedTuple):
+    """A configuration to interrupt."""
+
     dtype: torch.dtype
     options: dict[str, Any]
     publishes: bool = False
     muon: bool = False
-    gaps: bool = False  # in a parameter's memory: it is stepped as a copy
+    gaps: bool = False  # a weight is not contiguous, so it is stepped as a copy
 
 
 BF16 = torch.bfloat16
@@ -72,6 +75,7 @@ KINDS = {
 
 
 def _with_gaps(t: Tensor) -> Tensor:
+    """Returns an equal tensor whose elements are not adjacent in memory."""
     return torch.stack([t, t], -1)[..., 0]
 
 
@@ -80,7 +84,8 @@ def _bits(t: Tensor) -> bytes:
 
 
 class Training:
-    """Two steps of it are done; the same ones whenever it is made."""
+    """A model and its optimizer after two steps, with a publisher and an engine for some kinds. Two of one kind are
+    equal."""
 
     saved: Any = None
     late: Any = None
@@ -116,7 +121,7 @@ class Training:
             self.steps += 1
 
     def found(self) -> dict[Any, Any]:
-        """Everything that training depends on. RuntimeError while something is offloaded."""
+        """Returns everything that training depends on. Raises RuntimeError while something is offloaded."""
         state = self.optimizer.state_dict()
         weights = {name: (p.dtype, _bits(p)) for name, p in self.model.named_parameters()}
         grads = {("grad", n): None if p.grad is None else _bits(p.grad) for n, p in self.model.named_parameters()}
@@ -124,10 +129,10 @@ class Training:
         return weights | grads | entries | {"groups": str(state["param_groups"])}
 
     def go_on(self) -> dict[Any, Any]:
-        """What training comes to that goes on from here, with an engine that follows."""
+        """Continues training and returns what it reaches. Asserts that an engine, if there is one, follows it."""
         torch_ext.onload(self.model, self.optimizer)
         if self.publisher is not None and self.publisher.version > self.subscriber.version:
-            self.subscriber.apply([self.publisher.full()])  # what was published was lost
+            self.subscriber.apply([self.publisher.full()])  # the interrupted delta never arrived
         self.optimizer.zero_grad()
         self.steps = 10
         self.train()
@@ -139,6 +144,8 @@ class Training:
 
 
 class Call(NamedTuple):
+    """A call to interrupt: what is done before it, the call itself, and the kinds that it applies to."""
+
     before: Callable[[Training], Any]
     interrupted: Callable[[Training], Any]
     fits: Callable[[Kind], bool] = lambda _: True
@@ -183,6 +190,7 @@ def _offload(training: Training) -> None:
 
 
 def _of(name: str, *args: Any, **options: Any) -> Callable[[Training], Any]:
+    """Returns a function that calls the named method of a training's optimizer."""
     return lambda training: getattr(training.optimizer, name)(*args, **options)
 
 
@@ -194,7 +202,8 @@ CALLS = {
     "load_state_dict": Call(
         _saved,
         lambda t: t.optimizer.load_state_dict(t.saved),
-        lambda kind: kind.options.get("on_external_write") != "error",  # no model is loaded here
+        # Only the optimizer is loaded: weights do not fit its masters.
+        lambda kind: kind.options.get("on_external_write") != "error",
     ),
     "add_param_group": Call(_late, lambda t: t.optimizer.add_param_group({"params": [("late", t.late)]})),
     "a copy": Call(_written, lambda t: copy.deepcopy(t.optimizer)),

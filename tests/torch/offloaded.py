@@ -1,4 +1,5 @@
-"""What the tests of offload() and onload() move: a model of awkward parts and its optimizer, trained for a step."""
+"""Helpers of the tests of offload() and onload(): a model with awkward parts and its optimizer, trained for one
+step."""
 
 from typing import Any
 
@@ -13,7 +14,7 @@ STEPS = 3
 
 
 class Net(nn.Module):
-    """A frozen layer, a buffer, tied weights, and one of channels_last memory."""
+    """A model with a frozen layer, a buffer, tied weights, and a weight in channels_last memory."""
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16, order: Any = torch.channels_last) -> None:
         super().__init__()
@@ -51,6 +52,7 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> N
 
 
 def trained(**options: Any) -> tuple[Net, torch_ext.AdamW]:
+    """Returns a model and its optimizer after one step."""
     model = Net()
     optimizer = adamw(model, **options)
     one_step(model, optimizer, 0)
@@ -58,22 +60,27 @@ def trained(**options: Any) -> tuple[Net, torch_ext.AdamW]:
 
 
 def weights(model: nn.Module) -> list[Tensor]:
+    """Returns the model's parameters and buffers."""
     return [*model.parameters(), *model.buffers()]
 
 
 def states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Returns the optimizer's state tensors but for step counts."""
     return [t for entry in optimizer.state.values() for key, t in entry.items() if key != "step"]
 
 
 def memory(tensors: list[Tensor]) -> int:
+    """Returns how many bytes the tensors' storages have, counting each storage once."""
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def bits(tensors: list[Tensor]) -> list[bytes]:
-    """Of copies: what numpy sees cannot be released any more."""
+    """Returns the bytes of each tensor. They are read from copies: memory that numpy has seen cannot be released any
+    more."""
     return [training.bits(t.detach().clone()) for t in tensors]
 
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[bytes]:
+    """Returns the bytes of everything that training depends on: weights, buffers, optimizer state, step counts."""
     steps = [entry["step"] for entry in optimizer.state.values() if "step" in entry]
     return bits([*weights(model), *states(optimizer), *steps])

@@ -1,6 +1,7 @@
-"""Legal calls of every operator, as data: opcheck, tracing, leaks and wrong calls are all tested from these.
+"""Legal calls of every operator, as data. The tests of opcheck, tracing, leaks and wrong calls all start from these.
 
-A sample makes fresh arguments each time, in the order of the operator's schema, from a fixed seed.
+A sample creates new arguments each time, in the order of the operator's schema, from a fixed seed. A function that is
+named like an operator returns arguments of that operator.
 """
 
 import ctypes
@@ -20,6 +21,8 @@ GROUP = (1e-2, 0.9, 0.999, 1e-8, 0.1, 0.0, 1.0)  # lr, beta1, beta2, eps, weight
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
+    """A legal call: `make` returns new arguments of the operator."""
+
     operator: str
     name: str
     make: Callable[[], list[Any]]
@@ -30,10 +33,12 @@ class Sample:
 
 
 def none(dtype: torch.dtype = F32) -> torch.Tensor:
+    """Returns an empty tensor, which stands for an argument that is not given."""
     return torch.empty(0, dtype=dtype)
 
 
 def one(value: float, dtype: torch.dtype = F32) -> torch.Tensor:
+    """Returns a tensor with this one element."""
     return torch.full((1,), value, dtype=dtype)
 
 
@@ -43,6 +48,7 @@ def randoms(numels: Sequence[int], dtype: torch.dtype, seed: int = 0, scale: flo
 
 
 def scale_bytes(numel: int, moments: int) -> torch.Tensor:
+    """Returns block scales that are all 1, for that many 8-bit or fp16 moments."""
     return torch.full((moments * -(-numel // BLOCK),), 127, dtype=U8)  # e8m0: 2^0
 
 
@@ -57,6 +63,8 @@ def adamw(
     requires_grad: bool = False,
     extras: bool = False,
 ) -> list[Any]:
+    """Returns the arguments of adamw_. Moments and remainders are zero, fp32 masters equal the weights. extras: also
+    passes lrs, meta, grad_scale, clip_coef, found_inf and skipped."""
     exp_avg = exp_avg or (F32 if param is F32 else BF16)
     exp_avg_sq = exp_avg_sq or exp_avg
     params = randoms(numels, param, 1)
@@ -97,7 +105,7 @@ def adamw_skipped() -> list[Any]:
 
 
 def checksums_of(params: list[torch.Tensor], masters: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Those of the weights as they are."""
+    """Returns the checksums of the weights as they are now."""
     per = {F32: 4096, I16: 1024}
     made = [torch.zeros(-(-m.numel() // per[m.dtype]), dtype=I64) for m in masters]
     torch.ops.torch_ext.master_checksum_(params, masters, made, none(I64), 2)
@@ -105,8 +113,9 @@ def checksums_of(params: list[torch.Tensor], masters: list[torch.Tensor]) -> lis
 
 
 def adamw_flat(external: int = 0, leaves: bool = False, **options: Any) -> list[Any]:
-    """The same call with all states of a kind in one memory, of which the first element belongs to nobody. external:
-    on_external_write; checksums are there then. leaves: changed, moved and distances, too."""
+    """Returns the arguments of adamw_flat_ for the call adamw(**options), with all states of a kind in one tensor. That
+    tensor's first element belongs to no parameter. external: on_external_write; if not 0, checksums are passed too.
+    leaves: also passes changed, moved and distances."""
     params, grads, *kinds_and_rest = adamw(**options)
     kinds, rest = kinds_and_rest[:5], kinds_and_rest[5:]
     if external:
@@ -129,7 +138,7 @@ def adamw_flat(external: int = 0, leaves: bool = False, **options: Any) -> list[
 
 
 def signature_of(params: Sequence[torch.Tensor]) -> int:
-    """tx_signature, once more: FNV-1a over dtypes, dimensions and sizes."""
+    """Returns what tx_signature returns, computed independently: FNV-1a over dtypes, dimensions and sizes."""
     codes = {F32: 1, F16: 2, BF16: 3}
     signature = 0xCBF29CE484222325
     for p in params:
@@ -147,6 +156,7 @@ def grad_stats(numels: Sequence[int] = (5, 300, 0), dtype: torch.dtype = F32, fi
 
 
 def stats_of(grads: list[torch.Tensor]) -> torch.Tensor:
+    """Returns the norm's partial sums of the gradients (grad_stats_)."""
     stats = torch.zeros(LIMBS + 1, dtype=I64)
     torch.ops.torch_ext.grad_stats_(grads, stats, none(I64))
     return stats
@@ -231,7 +241,7 @@ def master_resync(
 
 
 def master_checksum(master: torch.dtype = F32, mode: int = 0) -> list[Any]:
-    """Two of the tensors were written to."""
+    """Returns arguments in which all weights with elements were written after their checksums were computed."""
     numels = (5, 1030, 0, 4100)
     params = randoms(numels, BF16)
     masters = [p.float() if master is F32 else torch.ones(p.numel(), dtype=I16) for p in params]
@@ -242,7 +252,7 @@ def master_checksum(master: torch.dtype = F32, mode: int = 0) -> list[Any]:
 
 
 def parts_of(numels: Sequence[int]) -> torch.Tensor:
-    """Two matrices to a tensor, one where it is too small."""
+    """Returns Muon's table of parts: two matrices to a tensor, or one if the tensor is too small."""
     rows = [(i, begin) for i, n in enumerate(numels) for begin in sorted({0, n // 3}) if n]
     return torch.tensor(rows, dtype=I64).reshape(-1, 2)
 
@@ -276,8 +286,9 @@ def muon_update(
     update: torch.dtype = F32,
     master: torch.dtype | None = None,
     external: int = 0,
-    extras: bool = False,  # all but healths, which have an alignment
+    extras: bool = False,  # all but healths, which must be aligned
 ) -> list[Any]:
+    """Returns the arguments of muon_update_. external: on_external_write; if not 0, checksums are passed too."""
     numels = (5, 130, 0, 1, 1030)
     params, parts = randoms(numels, param, 1), parts_of(numels)
     masters = []
@@ -364,7 +375,7 @@ SAMPLES = [
     Sample("muon_mirror_", "float32", lambda: [randoms([130 * 130], F32)[0].view(130, 130), 64]),
     Sample("muon_mirror_", "bfloat16", lambda: [randoms([130 * 130], BF16)[0].view(130, 130), 64]),
 ]
-FIRST_SAMPLES = list({s.operator: s for s in reversed(SAMPLES)}.values())  # one of each operator
+FIRST_SAMPLES = list({s.operator: s for s in reversed(SAMPLES)}.values())  # the first sample of each operator
 
 
 def overload(operator: str) -> Any:
@@ -377,7 +388,7 @@ def run(operator: str, arguments: list[Any]) -> list[Any]:
 
 
 def tensors(arguments: Sequence[Any]) -> list[torch.Tensor]:
-    """Every tensor among the arguments, in order."""
+    """Returns every tensor among the arguments, in order."""
     flat: list[torch.Tensor] = []
     for argument in arguments:
         flat.extend(
@@ -387,19 +398,19 @@ def tensors(arguments: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def bits(arguments: Sequence[Any]) -> list[bytes]:
-    """Every byte behind the arguments: whole storages, so that a write beside a view shows too."""
+    """Returns every byte behind the arguments: whole storages, so that a write outside of a view shows too."""
     storages = [t.untyped_storage() for t in tensors(arguments) if t.layout is torch.strided and t.device.type == "cpu"]
     return [ctypes.string_at(s.data_ptr(), s.nbytes()) if s.nbytes() else b"" for s in storages]
 
 
-HOST_ONLY = ("muon_mirror_",)  # operators that no library for GPUs has
+HOST_ONLY = ("muon_mirror_",)  # operators without a CUDA implementation
 DISPATCHED = [sample for sample in SAMPLES if sample.operator not in HOST_ONLY]
 
-TABLES = {"groups", "meta", "slices", "offsets", "parts", "rates"}  # on the CPU wherever the other tensors are
+TABLES = {"groups", "meta", "slices", "offsets", "parts", "rates"}  # arguments that stay on the CPU next to GPU tensors
 
 
 def moved(operator: str, arguments: Sequence[Any], move: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
-    """The call with its tensors on another device, as `move` makes them."""
+    """Returns the call's arguments with each tensor but tables moved by `move` to another device."""
 
     def one(name: str, a: Any) -> Any:
         if isinstance(a, torch.Tensor):
@@ -410,7 +421,7 @@ def moved(operator: str, arguments: Sequence[Any], move: Callable[[torch.Tensor]
 
 
 def copy(arguments: Sequence[Any]) -> list[Any]:
-    """The same values in other memory."""
+    """Returns the same values in new memory."""
 
     def fresh(t: torch.Tensor) -> torch.Tensor:
         return t.detach().clone().requires_grad_(t.requires_grad)

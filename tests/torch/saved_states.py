@@ -1,10 +1,11 @@
-"""States as users save them, kept for later versions to load.
+"""Saved states as users have them, kept in the repository so that later versions can be tested to load them.
 
     python tests/torch/saved_states.py    # writes tests/torch/saved/VERSION
 
-Once for a version whose form of states is a new one; what an earlier version wrote is never written again. For each
-configuration a folder with what `torch_ext.save`, `torch.save` and a `CheckpointWriter` made of one training, and
-expected.json: every tensor of the state that must come back, and the weights of the next step, in hexadecimal.
+Run once for each version that changes the format of states; what an earlier version wrote is never written again. Each
+configuration has a folder with the files that `torch_ext.save`, `torch.save` and a `CheckpointWriter` wrote of one
+training, and with expected.json: every tensor of the state that must come back, and the weights after the next step, in
+hexadecimal.
 """
 
 import copy
@@ -18,7 +19,7 @@ from torch import Tensor
 
 SAVED = pathlib.Path(__file__).absolute().parent / "saved"
 
-# Configuration -> the model's dtype, override_optimizer_config.
+# configuration -> the model's dtype, override_optimizer_config
 CONFIGURATIONS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "fp32": (torch.float32, {}),
     "bf16": (torch.bfloat16, {}),
@@ -32,14 +33,15 @@ SHAPES = {"weight": (10, 27), "bias": (10,)}  # more than two blocks of 128 elem
 
 
 def numbers(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Of both signs and many sizes, from integers alone."""
+    """Returns numbers of both signs and many magnitudes. They are computed from integers, so every torch gives the same
+    ones."""
     count = torch.Size(shape).numel()
     bits = (torch.arange(count) + 1) * (2654435761 + 2 * seed) % 2**32
     return ((bits - 2**31).double() / 2**31 / 2.0 ** (bits % 7)).to(dtype).reshape(shape)
 
 
 def begin(configuration: str) -> tuple[torch.nn.Module, Any]:
-    """A model and its optimizer before the first step."""
+    """Returns a model and its optimizer before the first step."""
     import torch_ext
 
     dtype, overrides = CONFIGURATIONS[configuration]
@@ -64,7 +66,7 @@ def as_hexadecimal(tensor: Tensor) -> list[Any]:
 
 
 def recorded(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
-    """The weights and the logical state, by names."""
+    """Returns the weights and the logical state, by parameter name, in hexadecimal."""
     state = optimizer.state_dict()["state"]
     names = list(SHAPES)
     return {
@@ -77,6 +79,7 @@ def recorded(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
 
 
 def make(folder: pathlib.Path, configuration: str) -> None:
+    """Trains three steps and writes the configuration's folder."""
     import torch.distributed.checkpoint as dcp
 
     import torch_ext

@@ -1,4 +1,5 @@
-"""What must agree across languages: ctypes mirrors and the header, the schemas of C and torch, schemas now and then."""
+"""Definitions that must agree across languages: the package's ctypes mirrors and numbers with the C headers, the
+operator schemas of C with torch's, and published schemas with those of today."""
 
 import ctypes
 import importlib
@@ -23,7 +24,7 @@ HEADERS = pathlib.Path(torch_ext.__file__).parent.parent / "csrc"
 
 
 def mirrors() -> list[type[library.Struct]]:
-    """Every ctypes mirror of the package."""
+    """Imports the whole package and returns every ctypes mirror of a C struct."""
     for module in pkgutil.walk_packages(torch_ext.__path__, "torch_ext."):
         if module.name != "torch_ext.__main__":
             importlib.import_module(module.name)
@@ -37,13 +38,14 @@ def mirrors() -> list[type[library.Struct]]:
 
 
 MIRRORS = mirrors()
-# Headers whose enums the package has under other names, or not at all.
+# Headers whose enums have other names in the package, or are not in it.
 ELSEWHERE = {"torch_ext_delta.h", "torch_ext_cuda.h"}
 NUMBERS = {name: value for name, value in vars(constants).items() if name.isupper()}
 
 
 def printed(folder: pathlib.Path, lines: list[str]) -> list[list[str]]:
-    """The words of each line that a C program with the headers and these statements prints."""
+    """Compiles and runs a C program with the headers and these statements; returns the words of each line that it
+    prints. Skips the test if there is no C compiler."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler to compare the package with the header")
@@ -60,7 +62,7 @@ def printed(folder: pathlib.Path, lines: list[str]) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def layout(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, int]]:
-    """(offset, size) of every mirrored field as the C compiler sees it, and (0, size) of every struct."""
+    """Returns the (offset, size) of every mirrored field as the C compiler sees it, and (0, size) of every struct."""
     lines = []
     for kind in MIRRORS:
         lines.append(f'  printf("{kind.c_name} 0 %zu\\n", sizeof({kind.c_name}));')
@@ -83,7 +85,7 @@ def test_a_mirror_agrees_with_the_header_field_by_field(
 
 @pytest.mark.parametrize("kind", MIRRORS, ids=lambda k: k.c_name)
 def test_a_mirror_leaves_no_field_out(kind: type[library.Struct]) -> None:
-    """Bytes that no field covers are padding before a larger one or at the end, never a forgotten field."""
+    """Bytes that no field covers must be padding (before a larger field or at the end), never a forgotten field."""
     end = 0
     for name, *_ in kind._fields_:
         field = getattr(kind, name)
@@ -105,7 +107,7 @@ def test_numbers_agree_with_the_header(tmp_path: pathlib.Path) -> None:
 
 
 def test_numbers_of_the_cycle_agree_with_the_header(tmp_path: pathlib.Path) -> None:
-    """Names of the package in the order of the header's enums."""
+    """The package lists these names in the order of the header's enums."""
     kinds = ("NO_SHARD", "OPTIM", "OPTIM_GRADS", "UNITS", "DDP_HOOK")
     grads = ("NONE", "IN_PLACE", "OTHER")
     phases = ("IDLE", "ACCUMULATING", "REDUCING", "CLOSING", "RECOVERING")
@@ -122,13 +124,15 @@ def test_numbers_of_the_cycle_agree_with_the_header(tmp_path: pathlib.Path) -> N
 
 
 def test_what_the_exchange_of_matrices_does_next_is_the_headers() -> None:
+    """The package's enum `Do` has the names and values of the header's tx_muon_do."""
     (body,) = re.findall(r"enum tx_muon_do \{(.*?)\}", (HEADERS / "torch_ext_muon_exchange.h").read_text(), re.DOTALL)
     header = {name: int(number) for name, number in re.findall(r"\bTX_MUON_(\w+) = (\d+)", body)}
     assert header == {"DONE": 0} | {do.name: do.value for do in Do}
 
 
 def test_every_number_of_an_enum_is_there() -> None:
-    """Of enums that the package has numbers of: a value that the header adds is added there too."""
+    """If the package has one value of a header's enum, it must have all of them: a value that is added to the header is
+    added to the package too."""
     text = "".join(path.read_text() for path in HEADERS.glob("torch_ext*.h") if path.name not in ELSEWHERE)
     header = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
     enums = [
@@ -140,7 +144,8 @@ def test_every_number_of_an_enum_is_there() -> None:
 
 # -- schemas -----------------------------------------------------------------------------------------------------------
 
-# What was published. Rows and trailing arguments with defaults may come; nothing that stands here ever changes.
+# The published schemas. New operators may be added, and new trailing arguments with defaults; nothing listed here ever
+# changes.
 PUBLISHED = """
 adamw_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] masters, Tensor(e!)[] scales, Tensor(f!)[] steps, Tensor[] lrs, Tensor groups, Tensor meta, Tensor grad_scale, Tensor clip_coef, Tensor found_inf, Tensor(g!) skipped, int seed=0, int moment_rounding=1, int weight_rounding=1
 grad_stats_(Tensor[] grads, Tensor(a!) stats, Tensor(b!) first_bad
@@ -215,7 +220,7 @@ def test_a_library_of_another_build_is_named() -> None:
 
 
 def type_of(row: Any) -> Any:
-    """Of a field, from the library's table."""
+    """Returns the Python type of a policy field, computed from the library's table."""
     if row.type == constants.FIELD_ENUM:
         kind: Any = Literal[tuple(choice for choice in row.choices if choice is not None)]  # type: ignore[valid-type]
     else:
@@ -227,7 +232,7 @@ def type_of(row: Any) -> Any:
             constants.FIELD_BOOL: bool,
             constants.FIELD_TEXT: str,
         }[row.type]
-    resolved = row.name == "main_grads_dtype"  # None as a setting only: the result is a dtype
+    resolved = row.name == "main_grads_dtype"  # None is legal as a setting only; the resolved value is always a dtype
     return Union[kind, None] if None in row.choices and not resolved else kind  # noqa: UP007
 
 

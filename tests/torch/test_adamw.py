@@ -1,4 +1,5 @@
-"""The optimizer against torch's, against a float64 oracle, and as a torch.optim.Optimizer (semantics.md, G1 and D8)."""
+"""AdamW and Adam: accuracy against torch.optim and against a float64 oracle, and the behaviour of a
+torch.optim.Optimizer (semantics.md, G1 and D8)."""
 
 import copy
 import inspect
@@ -52,21 +53,23 @@ HYPER = {
 
 
 def error_in_ulps(params: list[nn.Parameter], run: Exact) -> float:
-    """The largest, in ulps of max(|p|, 1/8): what the size of the updates adds to a p near 0 is no rounding of p."""
+    """Returns the largest error in ulps of max(|p|, 1/8). For a smaller p, the error of the update itself may exceed an
+    ulp of p, and that is not an error in rounding p."""
     pairs = [(p.detach().double(), each.p) for p, each in zip(params, run.exact, strict=True) if p.numel()]
     return max(((p - e).abs() / oracle.ulp(e.abs().clamp_min(0.125), torch.float32)).max().item() for p, e in pairs)
 
 
 @pytest.mark.parametrize("case", HYPER)
 def test_G1_fp32_one_step_within_an_ulp(case: str) -> None:
-    """From one state: ours within 1 ulp of the exact result, torch's within 2: the bound between the two is 3."""
+    """After one step from the same state ours is within 1 ulp of the exact result and torch's within 2, so the two
+    differ by at most 3."""
     ours_class, torch_class, hyper = HYPER[case]
     ours, theirs = params_of("fp32"), params_of("fp32")
     a, b = ours_class(ours, **hyper), torch_class(theirs, **hyper)
     train(a, range(7))
     for p, q in zip(ours, theirs, strict=True):
         q.data.copy_(p)
-    state = copy.deepcopy(a.state_dict()["state"])  # torch would go on with our tensors
+    state = copy.deepcopy(a.state_dict()["state"])  # torch would step our tensors in place
     b.load_state_dict({"state": state, "param_groups": b.state_dict()["param_groups"]})
     exact = Exact(a)
     for own, each in zip(ours, exact.exact, strict=True):
@@ -81,9 +84,8 @@ def test_G1_fp32_one_step_within_an_ulp(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["defaults", "decay", "betas and eps", "maximize", "Adam, L2"])
 def test_G1_fp32_100_steps_no_worse_than_torch(case: str) -> None:
-    """Every step rounds p once: 100 roundings add up to at most 24 ulps for ours, 100 for torch's (lr * decay in
-    fp32).
-    """
+    """Each step rounds p once. Over 100 steps the error is at most 24 ulps for ours and 100 for torch's, which computes
+    lr * weight_decay in fp32."""
     ours_class, torch_class, hyper = HYPER[case]
     ours, theirs = params_of("fp32", [(64, 37), (129,)]), params_of("fp32", [(64, 37), (129,)])
     a, b = ours_class(ours, **hyper), torch_class(theirs, **hyper)
@@ -100,7 +102,8 @@ def test_G1_fp32_100_steps_no_worse_than_torch(case: str) -> None:
     assert own_error <= 1.2 * torch_error
 
 
-# name -> bound of the error of the (master) weights after 60 steps, as a share of how far the weights have moved (rms)
+# Policy -> bound of the error of the (master) weights after 60 steps, relative to how far the weights have moved (both
+# rms).
 SHARES = {
     "fp32": 1e-5,
     "bf16": 0.02,
@@ -137,7 +140,8 @@ def test_G1_groups_in_one_call_equal_optimizers_of_their_own() -> None:
     apart = [params_of("bf16", seed=i) for i in range(3)]
     one = torch_ext.AdamW([{"params": ps} | hyper for ps, hyper in zip(together, hypers, strict=True)])
     several = [torch_ext.AdamW(ps, **hyper) for ps, hyper in zip(apart, hypers, strict=True)]
-    # thresholds are seeded by position: give the lone optimizers the positions that the parameters have together
+    # Rounding thresholds depend on a parameter's position, which differs between one optimizer and three: round to
+    # nearest.
     one.defaults["moment_rounding"] = "nearest"
     for optimizer in (one, *several):
         for group in optimizer.param_groups:
@@ -165,7 +169,7 @@ def test_one_operator_call_per_step_for_all_groups() -> None:
 
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_gradients_in_another_dtype(grad_dtype: torch.dtype) -> None:
-    """A gradient is read as the number it is: all dtypes that hold it give the same step."""
+    """A gradient counts by its value: a step is the same for every dtype that can represent the gradient."""
     steps = []
     for dtype in (torch.float32, grad_dtype):
         p = nn.Parameter(torch.linspace(-1, 1, 300))
@@ -185,7 +189,8 @@ def test_gradients_in_another_dtype(grad_dtype: torch.dtype) -> None:
 def test_a_huge_gradient_is_no_end_of_the_training(
     kind: type[torch.optim.Optimizer], name: str, huge: float, skip_nonfinite: bool
 ) -> None:
-    """It is finite, so that no skip takes it, and its square is not: weights stay finite, as torch's, and move on."""
+    """The gradient is finite, so no step is skipped, but its square overflows fp32. Weights must stay finite, as with
+    torch, and keep moving."""
     params = params_of(name)
     optimizer = kind(params, lr=1e-2, weight_decay=0.1, policy=policy_of(name), skip_nonfinite=skip_nonfinite)
     for step in range(4):
@@ -223,6 +228,7 @@ def test_D8_parameter_without_a_gradient_is_left_alone(name: str) -> None:
 
 
 def test_D8_who_has_a_gradient_may_change_in_every_step() -> None:
+    """Stepping the parameters that have gradients together gives the bits of stepping each of them alone."""
     together, alone = params_of("bf16"), params_of("bf16")
     one = torch_ext.AdamW(together, lr=1e-2)
     each = torch_ext.AdamW(alone, lr=1e-2)
@@ -234,7 +240,7 @@ def test_D8_who_has_a_gradient_may_change_in_every_step() -> None:
                 p.grad = q.grad = None
         one.step()
         grads = [q.grad for q in alone]
-        for q, grad in zip(alone, grads, strict=True):  # one parameter per call
+        for q, grad in zip(alone, grads, strict=True):  # step one parameter per call
             for other in alone:
                 other.grad = None
             q.grad = grad
@@ -337,6 +343,7 @@ def test_tensor_lr_may_change_between_steps(replace: bool) -> None:
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
 def test_copies_go_on_alike_and_on_their_own(name: str, how: object) -> None:
+    """A copy trains to the bits of its original and shares no memory with it."""
     original = torch_ext.AdamW(
         params_of(name), lr=1e-2, policy=policy_of(name), skip_nonfinite=True, on_external_write="error", seed=5
     )
@@ -361,7 +368,7 @@ def test_add_param_group_later() -> None:
 
 
 def test_parameters_may_be_replaced_before_and_after_the_first_step() -> None:
-    """What frameworks do between constructor and first step, and what pruning does later."""
+    """Frameworks replace parameters between the constructor and the first step, pruning does so later."""
     optimizer = torch_ext.AdamW(params_of("bf16"), lr=1e-2)
     replaced = params_of("bf16_remainder", seed=3)
     optimizer.param_groups[0]["params"][:] = replaced
@@ -403,6 +410,8 @@ def test_thresholds_are_seeded_by_name_whatever_wraps_the_model() -> None:
 
 
 def test_rounding_is_what_was_asked_for() -> None:
+    """Each rounding that can be asked for gives other bits, and the default is dithered."""
+
     def run(**asked: str) -> list[dict[str, bytes]]:
         optimizer = torch_ext.AdamW(params_of("no master"), lr=1e-2, policy=policy_of("no master"), **asked)
         train(optimizer, range(3))
@@ -434,6 +443,7 @@ def test_frozen_parameters_of_any_kind_may_be_in_the_groups() -> None:
 
 
 def test_torch_compile_looks_away_from_the_step() -> None:
+    """torch.compile leaves step() to Python, also in the middle of a compiled function."""
     model = nn.Linear(8, 1)
     optimizer = torch_ext.AdamW(model.parameters(), lr=0.05)
 
@@ -455,7 +465,7 @@ def test_torch_compile_looks_away_from_the_step() -> None:
 
 
 def laid_out(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """An uninitialised tensor of that shape."""
+    """Returns an uninitialised tensor of that shape in that memory layout."""
     if kind == "channels_last":
         return torch.empty(shape, dtype=dtype).contiguous(memory_format=torch.channels_last)
     if kind == "transposed":
@@ -495,9 +505,8 @@ def test_memory_layout_does_not_matter(layout: str, grad_layout: str, name: str)
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "bf16_remainder", "8bit"])
 def test_state_follows_a_model_that_becomes_channels_last(name: str) -> None:
-    """With nearest rounding the same bits as without; 8-bit blocks hold other elements then, so "8bit" only comes
-    close.
-    """
+    """With rounding to nearest the bits are those of a model that stays contiguous. 8-bit blocks then hold other
+    elements, so "8bit" is only close."""
     models = [nn.Conv2d(3, 8, 3).to(POLICIES[name][0]) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     optimizers = [

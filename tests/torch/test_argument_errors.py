@@ -1,4 +1,4 @@
-"""torch.ops.torch_ext.*: wrong calls say what is wrong and change nothing."""
+"""Wrong calls of torch.ops.torch_ext.*: the error says what is wrong, and no argument's memory has changed."""
 
 import dataclasses
 import math
@@ -13,6 +13,9 @@ from operator_samples import BF16, F16, F32, F64, I16, I64, U8, bits, none, one,
 
 @dataclasses.dataclass(frozen=True)
 class Wrong:
+    """A wrong call: the sample of `make` (by default the operator's first sample) after `spoil`. The message must
+    contain all of `says`."""
+
     operator: str
     name: str
     spoil: Callable[[list[Any]], None]
@@ -31,6 +34,8 @@ class Wrong:
 
 
 def put(position: int, value: Any, index: int | None = None) -> Callable[[list[Any]], None]:
+    """Returns a function that replaces an argument, or the tensor at `index` of a list."""
+
     def spoil(arguments: list[Any]) -> None:
         if index is None:
             arguments[position] = value() if callable(value) else value
@@ -41,6 +46,8 @@ def put(position: int, value: Any, index: int | None = None) -> Callable[[list[A
 
 
 def put_hyper(column: int, value: float) -> Callable[[list[Any]], None]:
+    """Returns a function that sets a hyper-parameter of group 0."""
+
     def spoil(arguments: list[Any]) -> None:
         arguments[8][0, column] = value
 
@@ -48,6 +55,8 @@ def put_hyper(column: int, value: float) -> Callable[[list[Any]], None]:
 
 
 def alias(target: tuple[int, int], source: tuple[int, int]) -> Callable[[list[Any]], None]:
+    """Returns a function that puts the source tensor in the target's place. Each is (argument, index)."""
+
     def spoil(arguments: list[Any]) -> None:
         arguments[target[0]][target[1]] = arguments[source[0]][source[1]]
 
@@ -55,6 +64,8 @@ def alias(target: tuple[int, int], source: tuple[int, int]) -> Callable[[list[An
 
 
 def put_slice(row: int, column: int, value: int) -> Callable[[list[Any]], None]:
+    """Returns a function that sets an entry of adamw_flat_'s table of slices."""
+
     def spoil(arguments: list[Any]) -> None:
         arguments[3][row, column] = value
 
@@ -62,6 +73,9 @@ def put_slice(row: int, column: int, value: int) -> Callable[[list[Any]], None]:
 
 
 def signed_for(*shapes: tuple[int, ...], dtype: torch.dtype = F32) -> Callable[[list[Any]], None]:
+    """Returns a function that passes the signature of other parameters: of these shapes, by default of the same ones,
+    in that dtype."""
+
     def spoil(arguments: list[Any]) -> None:
         others = [torch.empty(shape, dtype=dtype) for shape in shapes] or [p.to(dtype) for p in arguments[0]]
         arguments[15] = samples.signature_of(others)
@@ -175,7 +189,7 @@ WRONG = [
         put(1, lambda: torch.zeros(6), 0),
         ("main_grads[0]", "grads[0]", "6"),
     ),
-    # dtypes that are not in the table: the message names the combination and what is legal
+    # dtypes that an operator does not take: the message names the argument and what is legal
     Wrong(
         "adamw_", "params_in_float64", put(0, lambda: torch.zeros(5, dtype=F64), 0), ("params[0]", "float64", "may be")
     ),
@@ -245,6 +259,7 @@ def test_wrong_calls_say_what_and_change_nothing(case: Wrong) -> None:
 
 
 def check_refused(operator: str, arguments: list[Any], says: tuple[str, ...]) -> None:
+    """Asserts that the call raises with all the words in `says`, and changes no byte behind its arguments."""
     before = bits(arguments)
     with pytest.raises(RuntimeError) as refusal:
         run(operator, arguments)
@@ -254,15 +269,16 @@ def check_refused(operator: str, arguments: list[Any], says: tuple[str, ...]) ->
     assert bits(arguments) == before
 
 
-# The following are made from the schemas: each tensor argument of each operator is spoiled in each way.
+# The tests below are generated from the schemas: each tensor argument of each operator is spoiled in each way.
 
 
-# The only list of these operators, so that any length of it is legal.
+# Lists whose length no other argument determines: any length is legal.
 ALONE = {("adamw_flat_", "states"), ("grad_stats_", "grads"), ("bucket_reduce_", "chunks")}
 
 
 def argument_cases(kinds: str, at_least: int = 1, alone: bool = True) -> list[Any]:
-    """The first tensor of `at_least` elements of every argument ("tensors") or every list ("lists")."""
+    """Returns a case for every tensor argument ("tensors", lists included) or every list ("lists"). In a list, the
+    first tensor with `at_least` elements is spoiled. alone=False leaves out the lists in ALONE."""
     cases = []
     for sample in {s.operator: s for s in reversed(samples.SAMPLES)}.values():
         arguments = sample.make()
@@ -284,6 +300,7 @@ def argument_cases(kinds: str, at_least: int = 1, alone: bool = True) -> list[An
 def spoiled(
     sample: samples.Sample, position: int, index: int | None, by: Callable[[torch.Tensor], torch.Tensor]
 ) -> list[Any]:
+    """Returns the sample's arguments with one tensor replaced by what `by` returns for it."""
     arguments = sample.make()
     if index is None:
         arguments[position] = by(arguments[position])

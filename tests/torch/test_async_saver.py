@@ -1,4 +1,5 @@
-"""AsyncSaver: what is saved is the state at the call, training goes on, and errors come out by name."""
+"""AsyncSaver: a file holds the state as it was at the call, although training continues meanwhile; an error names the
+file."""
 
 import collections
 import os
@@ -20,11 +21,13 @@ def optimizer_of(name: str, seed: int = 0, shapes: Any = SHAPES) -> torch_ext.Ad
 
 
 def checkpoint_of(optimizer: torch_ext.AdamW, step: int) -> dict[str, Any]:
+    """Returns a checkpoint of the weights, the optimizer and the step."""
     weights = {str(i): p.detach() for i, p in enumerate(optimizer.param_groups[0]["params"])}
     return {"model": weights, "optimizer": optimizer.state_dict(), "step": step}
 
 
 def resumed(name: str, saved: Any, shapes: Any = SHAPES) -> torch_ext.AdamW:
+    """Returns a new optimizer that has loaded the checkpoint and its weights."""
     optimizer = optimizer_of(name, 1, shapes)
     with torch.no_grad():
         for p, weight in zip(optimizer.param_groups[0]["params"], saved["model"].values(), strict=True):
@@ -34,7 +37,8 @@ def resumed(name: str, saved: Any, shapes: Any = SHAPES) -> torch_ext.AdamW:
 
 
 class Late:
-    """Who writes it waits until it is told."""
+    """A value that blocks the thread that pickles it until `stepped` is set. It keeps a save from ending before the
+    test goes on."""
 
     def __init__(self) -> None:
         self.stepped = threading.Event()
@@ -48,7 +52,7 @@ class Late:
 
 
 LARGE = [(700, 400), (3,)]
-"""The first has more elements than torch.distributed.checkpoint is given at a time."""
+"""The first has more elements than one piece that torch.distributed.checkpoint is given."""
 
 
 @pytest.mark.parametrize("shapes", [SHAPES, LARGE], ids=["small", "large"])
@@ -101,6 +105,7 @@ def test_tensors_of_all_kinds_are_what_they_were_at_the_call(states: str, tmp_pa
 
 
 def test_memory_is_taken_once_and_is_what_the_state_takes(tmp_path: pathlib.Path) -> None:
+    """The saver's buffers are allocated once, are no larger than the stored state, and are freed by close()."""
     optimizer = torch_ext.AdamW(params_of("8bit", [(512, 512), (300, 128)]), lr=1e-2, policy=policy_of("8bit"))
     train(optimizer, range(1))
     saver = torch_ext.AsyncSaver(states="at_rest")
@@ -119,6 +124,7 @@ def test_memory_is_taken_once_and_is_what_the_state_takes(tmp_path: pathlib.Path
 
 
 def test_a_relative_path_is_from_where_the_call_was(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working directory changes before the saver's thread runs."""
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     start = threading.Thread.start
@@ -151,7 +157,7 @@ def test_errors_come_out_by_name_at_the_next_call(tmp_path: pathlib.Path) -> Non
 
 
 class _Handler(Interrupt):
-    """Of a signal that comes while the saver saves: it saves as well."""
+    """A signal handler that runs while a save is under way and itself calls `saving`."""
 
     def __init__(self, at: int, saving: Callable[[], None]) -> None:
         super().__init__(at)

@@ -1,4 +1,5 @@
-"""Checkpoints at rest in one file: every bit comes back, in few bytes, and damage is named."""
+"""Checkpoints in the compressed form states="at_rest", in one file: every bit comes back, the file is small, and damage
+is named."""
 
 import pathlib
 import random
@@ -26,6 +27,7 @@ def checkpoint_of(optimizer: torch_ext.AdamW) -> dict[str, Any]:
 
 
 def resumed(name: str, saved: Any) -> torch_ext.AdamW:
+    """Returns a new optimizer that has loaded the checkpoint and its weights."""
     optimizer = optimizer_of(name, seed=1)
     with torch.no_grad():
         for p, weight in zip(optimizer.param_groups[0]["params"], saved["model"].values(), strict=True):
@@ -35,6 +37,8 @@ def resumed(name: str, saved: Any) -> torch_ext.AdamW:
 
 
 def same(a: Any, b: Any) -> bool:
+    """Whether two objects are equal to the bit, with equal dtypes, shapes and strides; encoded tensors are decoded
+    first."""
     if isinstance(a, torch.Tensor):
         a, b = (t.decoded() if hasattr(t, "decoded") else t for t in (a, b))
         return a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride() and _bits(a) == _bits(b)
@@ -52,6 +56,7 @@ def _bits(t: torch.Tensor) -> bytes:
 @pytest.mark.parametrize("compress", [True, False])
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_resume_has_the_bits_of_none(name: str, compress: bool, tmp_path: pathlib.Path) -> None:
+    """Training that is resumed from a file has the bits of training without interruption."""
     optimizer = optimizer_of(name)
     train(optimizer, range(3))
     path = tmp_path / "checkpoint.pt"
@@ -68,7 +73,8 @@ def test_a_resume_has_the_bits_of_none(name: str, compress: bool, tmp_path: path
 
 
 def test_masters_that_somebody_wrote_beside_come_back(tmp_path: pathlib.Path) -> None:
-    """Some that do not round to their weights, NaN, the ties, and all of them."""
+    """fp32 masters that are not determined by their weights and 16 bits: they do not round to their weights. Some are
+    NaN or ties; in the last case no master rounds to its weight."""
     weight = torch.randn(4096, generator=torch.Generator().manual_seed(0)).bfloat16()
     master = weight.float()
     master.view(torch.int32)[:2048] += torch.randint(-(2**15) + 1, 2**15, (2048,), dtype=torch.int32)
@@ -84,6 +90,7 @@ def test_masters_that_somebody_wrote_beside_come_back(tmp_path: pathlib.Path) ->
 
 
 def test_what_is_no_state_comes_back_as_well(tmp_path: pathlib.Path) -> None:
+    """Tensors of other dtypes, tied tensors, and plain values in the same file."""
     tied = torch.randn(64, 64, dtype=torch.bfloat16)
     obj = {
         "images": torch.randn(2, 3, 8, 9).to(memory_format=torch.channels_last),
@@ -107,6 +114,7 @@ def test_what_is_no_state_comes_back_as_well(tmp_path: pathlib.Path) -> None:
 
 
 def test_words_that_are_none_are_refused(tmp_path: pathlib.Path) -> None:
+    """Values of `states` that do not exist, and a key that the file format reserves."""
     with pytest.raises(ValueError, match="states is 'rest'; 'logical' and 'at_rest' are legal"):
         torch_ext.save({}, tmp_path / "file", states="rest")
     with pytest.raises(ValueError, match="a key 'torch_ext.tensor'"):
@@ -141,7 +149,8 @@ def test_damage_is_never_silent(states: str, compress: bool, tmp_path: pathlib.P
 
 
 def test_momentum_in_another_8_bit_format_is_read(tmp_path: pathlib.Path) -> None:
-    """Files say in which format their codes are: e4m3, as exp_avg's, in the place of Muon's e3m4."""
+    """A file says which 8-bit format its codes have. Here the codes are e4m3 (exp_avg's format) and Muon's momentum is
+    e3m4, so it must convert."""
     weights = [torch.nn.Parameter(torch.randn(64, 48).bfloat16()) for _ in range(2)]
     adamw = torch_ext.AdamW(weights[:1], states="8bit")
     muon = torch_ext.Muon(weights[1:], states="8bit", ns_dtype=torch.float32)

@@ -1,5 +1,6 @@
-"""A run of memory as boxes: every element once, in memory order, in as few boxes as there can be. And what is saved in
-boxes of one size is loaded in those of another."""
+"""Runs of memory as boxes, the form in which torch.distributed.checkpoint stores shards. Boxes cover a run's elements
+once, in memory order, in as few boxes as possible; and a state that is saved in boxes of one size loads in boxes of
+another."""
 
 import random
 from math import prod
@@ -16,7 +17,7 @@ from torch_ext.optim.state import chunked_tensor
 from torch_ext.optim.state.boxes import Run, order_of
 
 NO_LIMIT = 1 << 60
-# shape, dimensions in memory order, elements, and the boxes
+# case -> shape, dimensions in memory order, the run's first and end element, and the expected boxes (offsets, sizes)
 CASES = {
     "a vector": ((10,), (0,), (2, 7), [((2,), (5,))]),
     "inside of a row": ((4, 10), (0, 1), (12, 17), [((1, 2), (1, 5))]),
@@ -73,6 +74,7 @@ def test_order_of_dense_tensors() -> None:
 
 
 def made(name: str) -> tuple[nn.Module, torch_ext.AdamW]:
+    """Returns a model and its optimizer before the first step."""
     model = nn.ParameterList(params_of(name, [(3, 5), (700,), (129,), (16, 130), (1,), (7, 3, 4, 5)]))
     model[5].data = model[5].data.to(memory_format=torch.channels_last)
     return model, torch_ext.AdamW(model.named_parameters(), lr=0.1, policy=policy_of(name))

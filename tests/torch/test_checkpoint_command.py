@@ -1,4 +1,5 @@
-"""python -m torch_ext checkpoint: what is in a file or a folder, and whether it is whole."""
+"""The command `python -m torch_ext checkpoint`: it lists what a checkpoint file or folder contains and whether it is
+undamaged."""
 
 import json
 import pathlib
@@ -26,6 +27,7 @@ def checkpoint() -> Any:
 
 
 def saved(checkpoint: Any, form: str, path: pathlib.Path) -> str:
+    """Saves the checkpoint as a folder or, in that form of states, as a file; returns its path."""
     if form == "folder":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -87,7 +89,7 @@ def test_what_is_no_checkpoint_is_said(tmp_path: pathlib.Path, capsys: pytest.Ca
 
 
 def _publishes(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Versions 1 to 5, of which 3 is whole: the files of 3, 4 and 5 are left."""
+    """Saves versions 1 to 5, of which 3 is a full one, and returns the files that are left: those of 3, 4 and 5."""
     params = {"weight": params_of("bf16", [(64, 128)])[0]}
     optimizer = torch_ext.AdamW(params.items(), lr=1e-2, policy=policy_of("bf16"))
     model = torch.nn.ParameterDict(params)
@@ -107,6 +109,7 @@ DAMAGE: dict[str, Callable[[list[pathlib.Path]], tuple[int, str]]] = {
 
 
 def _flipped(path: pathlib.Path) -> pathlib.Path:
+    """Flips a bit in the middle of the file and returns its path."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
@@ -114,6 +117,7 @@ def _flipped(path: pathlib.Path) -> pathlib.Path:
 
 
 def _gone(path: pathlib.Path) -> pathlib.Path:
+    """Deletes the file and returns its path."""
     path.unlink()
     return path
 
@@ -133,7 +137,7 @@ def test_incremental_weights_are_listed_and_read(
 
 
 class _Own:
-    """An object of somebody's class."""
+    """An object of a class that the library does not know."""
 
 
 def test_what_else_is_in_a_file_is_named(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,7 +40,8 @@ def test_G2_norm_is_the_true_one(name: str) -> None:
 
 @pytest.mark.parametrize("share", [0.1, 1.0, 10.0], ids=["clipped", "at the edge", "not clipped"])
 def test_G2_step_applies_the_coefficient(share: float) -> None:
-    """As torch clips in place and steps then: coefficient max_norm / (norm + 1e-6) if below 1."""
+    """Same result as torch, which scales gradients in place before the step: the coefficient is max_norm / (norm +
+    1e-6) where that is below 1."""
     ours, theirs = optimizer_of(), params_of("fp32")
     reference = torch_ext.AdamW(theirs, lr=1e-2)
     for step in range(3):
@@ -89,6 +90,7 @@ def test_G2_non_finite_norm_skips_the_step_and_says_so(name: str, bad: float) ->
 
 
 def test_G2_skip_nonfinite_looks_by_itself() -> None:
+    """skip_nonfinite=True finds a NaN although nothing was clipped."""
     careful, plain = optimizer_of("bf16", skip_nonfinite=True), optimizer_of("bf16")
     for step in range(4):
         for optimizer in (careful, plain):
@@ -128,6 +130,7 @@ def test_G2_in_place_a_non_finite_norm_spoils_all_gradients() -> None:
 
 
 def stepped(optimizer: torch_ext.AdamW, step: int = 9) -> list[dict[str, bytes]]:
+    """Takes a step with new gradients and returns all weights and states."""
     set_grads(params(optimizer), step)
     optimizer.step()
     return everything(optimizer)
@@ -143,6 +146,7 @@ FORGETS = {
 
 @pytest.mark.parametrize("what", FORGETS)
 def test_pending_coefficient_dies(what: str) -> None:
+    """A clip before the gradients are discarded must not scale those that come after it."""
     clipped, plain = optimizer_of(), optimizer_of()
     for optimizer in (clipped, plain):
         set_grads(params(optimizer), 0)
@@ -166,18 +170,20 @@ def test_zero_grad_to_zeros_and_another_backward_into_the_same_memory() -> None:
 
 
 def test_coefficient_holds_for_the_same_gradients_only() -> None:
+    """The coefficient applies to each step with the clipped gradients, as torch's in-place clip does, and to no
+    others."""
     again, plain = optimizer_of(), optimizer_of()
     for optimizer in (again, plain):
         set_grads(params(optimizer), 0)
     torch_ext.clip_grad_norm_(again, 0.5)
     torch_ext.clip_grad_norm_(params(plain), 0.5)
-    for _ in range(2):  # torch's in-place clip holds for a second step on the same gradients, and so does ours
+    for _ in range(2):  # a second step on the same gradients is clipped too, as after torch's in-place clip
         again.step()
         plain.step()
     for p, q in zip(params(again), params(plain), strict=True):
         assert torch.allclose(p, q, rtol=0, atol=1e-6)
     params(again)[0].grad.mul_(2)
-    again.step()  # used up: these are new gradients
+    again.step()  # mul_ changed the gradients in place: no coefficient is left for them, and no error
 
 
 def written(p: Any) -> None:
@@ -185,7 +191,7 @@ def written(p: Any) -> None:
 
 
 def replaced(p: Any) -> None:
-    """As who adds noise after a clip."""
+    """What code does that adds noise after a clip."""
     p.grad = p.grad + 0.25
 
 
@@ -210,7 +216,7 @@ def test_gradients_written_between_clip_and_step_are_an_error(how: Callable[[Any
 
 @pytest.mark.parametrize("dropped", [(0,), (3,), (0, 1, 2), (5, 7)])
 def test_gradients_dropped_between_clip_and_step_leave_the_others_clipped(dropped: tuple[int, ...]) -> None:
-    """As of torch's in-place clip, of which the coefficient is there already."""
+    """As after torch's in-place clip, where the other gradients have been scaled already."""
     ours, theirs = optimizer_of(), optimizer_of()
     for optimizer in (ours, theirs):
         for step in range(3):
@@ -271,5 +277,5 @@ def test_a_sparse_gradient_is_named_by_who_reads_it_first(options: dict[str, Any
         torch_ext.clip_grad_norm_(optimizer, 1.0)
     with pytest.raises(RuntimeError, match=says):
         optimizer.step()
-    with pytest.raises(RuntimeError, match=r"^gradient 2 is sparse"):  # nobody knows their names
+    with pytest.raises(RuntimeError, match=r"^gradient 2 is sparse"):  # an iterable of parameters has no names
         torch_ext.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 1.0)

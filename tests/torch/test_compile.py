@@ -1,4 +1,4 @@
-"""Every operator inside torch.compile(fullgraph=True): same bits as the eager call, for every kind of call."""
+"""Every operator inside torch.compile(fullgraph=True): a traced call gives the bits of the eager call."""
 
 import operator_samples
 import pytest

@@ -1,5 +1,5 @@
-"""Models that are converted, or given other tensors, after their optimizer took steps: an error, or what a fresh
-optimizer with the same state would do; never moments that belong to other elements."""
+"""Models that are converted, or given other tensors, after their optimizer took steps. The next call raises, or does
+what a new optimizer with the same state would do; moments are never applied to elements that they do not belong to."""
 
 import copy
 import io
@@ -27,6 +27,7 @@ class Model(nn.Module):
 
 
 def made(name: str, steps: int = 2, **options: Any) -> tuple[Model, torch_ext.AdamW]:
+    """Returns a model and its optimizer after `steps` steps."""
     model = Model(name)
     optimizer = optimizer_of(model, name, **options)
     train(optimizer, range(steps))
@@ -43,7 +44,7 @@ def other_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def reinterpreted(model: Model) -> None:
-    """The same memory, element for element."""
+    """Gives a weight another dtype of equal size over the same memory; an fp32 weight another shape."""
     p = model.wide
     p.data = p.data.view({torch.float32: torch.float32, torch.bfloat16: torch.float16}.get(p.dtype, torch.bfloat16))
     if p.dtype == torch.float32:
@@ -75,7 +76,7 @@ CONVERSIONS: dict[str, Callable[[Model], Any]] = {
     "empty": lambda m: overwrite(m.wide, m.wide.data.new_empty(0)),
     "the same memory in another dtype": reinterpreted,
 }
-# One of each kind of state, and of optimizer.
+# Each kind of state, and each option that changes what the optimizer does: name -> policy, options.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in POLICIES},
     "on the host": ("bf16", {"offload_fraction": 1.0}),
@@ -87,7 +88,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def all_of(optimizer: torch_ext.AdamW) -> list[Any]:
-    """Everything that an optimizer has, wherever it lies."""
+    """Returns everything that the optimizer holds, on the device and on the host."""
     held = [
         {key: bits(value) for key, value in optimizer.stored_state(p).items()}
         for group in optimizer.param_groups
@@ -127,6 +128,7 @@ def test_a_converted_model_is_refused_and_nothing_changes(conversion: str, kind:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_frozen_parameter_may_wait_in_another_dtype(name: str) -> None:
+    """While it is frozen its dtype does not matter; the first step with a gradient raises."""
     model, optimizer = made(name)
     plain, twin = made(name)
     for m, o in ((model, optimizer), (plain, twin)):
@@ -199,6 +201,7 @@ def test_before_the_first_step_any_conversion_is_legal(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["bf16", "bf16_remainder", "8bit"])
 def test_what_is_done_within_master_weights_must_leave_masters_masters(name: str) -> None:
+    """Inside the context a weight may not get another shape: leaving it raises and restores weights and state."""
     model, optimizer = made(name)
     before = all_of(optimizer)
     with pytest.raises(ValueError, match="within master_weights.*'wide' .*legal"), optimizer.master_weights():
@@ -207,7 +210,7 @@ def test_what_is_done_within_master_weights_must_leave_masters_masters(name: str
 
 
 def test_other_strides_are_a_write_as_for_torch() -> None:
-    """The same dtype and shape: moments stay with the elements that have their indices."""
+    """With the same dtype and shape but other strides, moments stay with the elements of the same indices."""
     ours, theirs = Model("fp32"), Model("fp32")
     twin = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
     optimizer = optimizer_of(ours, "fp32", lr=1e-2)
@@ -243,6 +246,8 @@ class Net(nn.Module):
 
 
 def of_second(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], None]:
+    """Returns a conversion of the second layer's weight."""
+
     def convert(model: Any) -> None:
         model.second.weight.data = change(model.second.weight.data)
 
@@ -257,7 +262,8 @@ RANK_CONVERSIONS: dict[str, Callable[[nn.Module], Any]] = {
     "transposed copy": of_second(lambda t: t.t().contiguous()),
     "flattened": of_second(lambda t: t.view(-1)),
 }
-# Strategy, and when the model is converted; with step_in_backward it has been stepped once the backward has ended.
+# (strategy, when the model is converted). With step_in_backward, the step is over when backward returns, so only
+# "before backward" is possible.
 STRATEGIES = [
     *((name, when) for name in ("no_shard", "optim", "optim_grads") for when in ("before backward", "before step")),
     *((f"{name} in backward", "before backward") for name in ("optim", "optim_grads")),
@@ -268,6 +274,8 @@ STRATEGIES = [
 @pytest.mark.parametrize("conversion", RANK_CONVERSIONS)
 @pytest.mark.parametrize(("strategy", "when"), STRATEGIES)
 def test_under_parallelize_nothing_is_stepped_either(strategy: str, conversion: str, when: str) -> None:
+    """Under no_shard, optim and optim_grads a converted model makes backward or step raise, and no weight or state
+    changes."""
     name, _, in_backward = strategy.partition(" ")
     model = Net().bfloat16()
     policy = torch_ext.load_policy(model, override_ddp_config={"step_in_backward": bool(in_backward)})
@@ -328,10 +336,12 @@ def test_dtensors_are_refused_likewise(conversion: str) -> None:
 
 
 def _local(t: Any) -> Tensor:
+    """Returns this rank's shard of a DTensor; other tensors unchanged."""
     return t.to_local() if hasattr(t, "to_local") else t
 
 
 def state_bits(optimizer: torch_ext.AdamW, p: Tensor) -> dict[str, bytes]:
+    """Returns the bytes of everything that is stored for the parameter."""
     return {key: bits(_local(value)) for key, value in optimizer.stored_state(p).items()}
 
 
@@ -341,8 +351,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 class Program:
-    """Random calls on a model and its optimizer. The oracle knows for what dtypes and shapes the state was made, and
-    what a fresh optimizer does with the same weights and state."""
+    """Random calls on a model and its optimizer. The oracle knows the dtypes and shapes that the state was created for,
+    and what a new optimizer does with the same weights and state."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -350,7 +360,7 @@ class Program:
         self.options = {"offload_fraction": self.random.choice([0.0, 0.0, 0.0, 0.5, 1.0])}
         self.model = Model(self.name)
         self.optimizer = optimizer_of(self.model, self.name, **self.options)
-        self.forms: dict[str, Any] | None = None  # of the state, where there is one
+        self.forms: dict[str, Any] | None = None  # dtype and shape of each weight when the state was created
         self.saved: Any = None
         self.steps = 0
 
@@ -373,7 +383,8 @@ class Program:
         return self.forms is None or self.forms == self.now()
 
     def attempt(self, call: Callable[[], Any]) -> Any:
-        """Runs it if it is legal; else it is refused and changes nothing."""
+        """Makes the call and returns its result if it is legal. Otherwise asserts that it raises and changes nothing,
+        and returns None."""
         if self.fits:
             return call()
         before = all_of(self.optimizer)
@@ -383,6 +394,7 @@ class Program:
         return None
 
     def step(self) -> None:
+        """Takes a step, and compares it with the twin's if it is legal."""
         self.steps += 1
         set_grads(self.model.parameters(), self.steps)
         fresh = self.twin() if self.fits else None
@@ -395,7 +407,7 @@ class Program:
             assert logical(self.optimizer) == logical(optimizer)
 
     def twin(self) -> tuple[Model, torch_ext.AdamW]:
-        """A fresh optimizer of a fresh model with the same weights and state, and gradients."""
+        """Returns a new model and a new optimizer with the same weights, gradients and state."""
         model = Model(self.name)
         for p, own in zip(model.parameters(), self.model.parameters(), strict=True):
             p.data = own.detach().clone(memory_format=torch.preserve_format)
@@ -409,6 +421,7 @@ class Program:
         self.model.to(self.random.choice(DTYPES))
 
     def assign(self) -> None:
+        """Gives a weight other data: transposed, reshaped, converted or scaled."""
         p = self.random.choice([self.model.square, self.model.wide])
         changes: list[Callable[[Tensor], Tensor]] = [
             lambda t: t.t() if t.dim() == 2 else t,
@@ -421,7 +434,7 @@ class Program:
         p.data = self.random.choice(changes)(p.data)
 
     def back(self) -> None:
-        """What the state was made for."""
+        """Restores the dtypes and shapes that the state was created for."""
         for key, p in self.model.named_parameters():
             dtype, shape = (self.forms or self.now())[key]
             p.data = p.data.to(dtype).reshape(shape)
@@ -434,10 +447,11 @@ class Program:
     def save(self) -> None:
         saved = self.attempt(self.optimizer.state_dict)
         if saved is not None:
-            self.forms = self.now()  # state that was missing has been made
+            self.forms = self.now()  # state_dict has created missing state
             self.saved = (copy.deepcopy(saved), self.forms)
 
     def load(self) -> None:
+        """Loads a saved state. It must raise if the weights have other shapes now."""
         if self.saved is None:
             return
         saved, forms = self.saved
@@ -457,6 +471,7 @@ class Program:
 
 
 def logical(optimizer: torch_ext.AdamW) -> list[Any]:
+    """Returns the bytes of the optimizer's logical state."""
     return [
         {key: bits(value.detach().clone()) for key, value in entry.items()}
         for entry in optimizer.state_dict()["state"].values()

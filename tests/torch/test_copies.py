@@ -1,4 +1,4 @@
-"""tx_copy and tx_copy_nontemporal: what is asked for and not a byte beside it."""
+"""tx_copy and tx_copy_nontemporal: exactly the requested bytes are copied, and no byte outside of them is written."""
 
 from ctypes import c_int64, c_void_p
 

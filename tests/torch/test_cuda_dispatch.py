@@ -1,4 +1,5 @@
-"""Tensors on a GPU go to the library for GPUs, which is found, compared and loaded when the first of them comes."""
+"""Dispatch to the CUDA library: calls with tensors on a GPU reach it with all their arguments. The library is searched,
+checked and loaded when the first such tensor comes."""
 
 import json
 import os
@@ -38,7 +39,7 @@ def moved(operator, arguments, index=0):
 
 
 def run(code: str, *arguments: object, begin: str = BEGIN + MOVE, **variables: str) -> Any:
-    """What a process of its own prints as JSON."""
+    """Returns what the code prints as JSON, run in a process of its own."""
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE} | variables
     command = [sys.executable, "-c", begin + code, *map(str, arguments)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
@@ -48,11 +49,12 @@ def run(code: str, *arguments: object, begin: str = BEGIN + MOVE, **variables: s
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> list[pathlib.Path]:
+    """Returns the stand-ins for the CUDA library and for libtorch_cuda.so."""
     folder = tmp_path_factory.mktemp("stand_in")
     return [gpu_stand_in.cuda_library(folder), gpu_stand_in.libtorch_cuda(folder)]
 
 
-# Wrong calls, and what is said to them. x is a tensor on the CPU, y and z are on cuda:0 and cuda:1.
+# name -> arguments of a wrong call, and its error. x is a tensor on the CPU; y and z are on cuda:0 and cuda:1.
 REFUSED = {
     "two_gpus": ("[y], [z]", "main_grads[0] is on cuda:0 and grads[0] on cuda:1"),
     "cpu_and_gpu": ("[x], [y]", "main_grads[0] is on cpu and grads[0] on cuda:0"),
@@ -63,7 +65,7 @@ ONE_DEVICE = "all tensors of a call must be on one device"
 
 @pytest.fixture(scope="module")
 def found(libraries: list[pathlib.Path]) -> dict[str, Any]:
-    """What one process with the stand-in saw."""
+    """Returns what one process with the stand-in found."""
     calls = ", ".join(f"refusal(lambda: ops.bucket_accumulate_({arguments}))" for arguments, _ in REFUSED.values())
     code = f"""
 stand_in = StandIn(*sys.argv[1:])
@@ -112,13 +114,15 @@ print(json.dumps(found))
 
 
 ALL = [s.id for s in operator_samples.DISPATCHED]
-EMPTY = ("no_tensors", "nothing")  # calls without an element, which are on no device
-WORKING = [
+EMPTY = ("no_tensors", "nothing")  # samples without elements: their tensors are on no device
+# Samples that get a workspace (tx_cuda_workspace): AdamW steps that only check, and fp32 masters with checksums in
+# master_checksum_ and in muon_update_ that resyncs.
+NEEDS_WORKSPACE = [
     "adamw_flat_-only_a_check",
     "master_checksum_-checked",
     "master_checksum_-renewed",
     "muon_update_-bfloat16_with_masters",
-]  # those with fp32 masters; AdamW's step that resyncs finds out on its way
+]
 
 
 @pytest.mark.parametrize("sample", ALL)
@@ -138,17 +142,18 @@ def test_a_call_with_tensors_on_a_gpu_reaches_the_library_with_all_its_arguments
 @pytest.mark.parametrize("sample", ALL)
 def test_only_calls_that_look_at_samples_get_a_workspace(sample: str, found: dict[str, Any]) -> None:
     for *_, workspace, bytes_, _guards in found["samples"][sample][2]:
-        assert (workspace != 0, bytes_ > 0) == (sample in WORKING,) * 2
+        assert (workspace != 0, bytes_ > 0) == (sample in NEEDS_WORKSPACE,) * 2
 
 
 def test_torch_itself_makes_the_device_current_for_each_call(found: dict[str, Any]) -> None:
-    """Which it remembers for a thread where choosing another device would make a context."""
+    """torch's guard is active around each call. torch remembers per thread where making another device current would
+    create a context."""
     assert {guards for _, _, calls in found["samples"].values() for *_, guards in calls} == {1}
     assert found["guards"] == [0, 1 << 1 | 1 << 0], "of cuda:1, and of cuda:0 for the call before this"
 
 
 def test_the_workspace_is_memory_of_torchs(found: dict[str, Any]) -> None:
-    tensors = 4  # of the sample; the stand-in wants 24 bytes for each
+    tensors = 4  # of the sample; the stand-in asks for 24 bytes per tensor
     assert found["workspace"] == [True, 24 * tensors, 24 * tensors, True]
 
 
@@ -159,7 +164,7 @@ def test_the_librarys_refusal_reaches_the_caller_as_the_cpus_does(found: dict[st
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_tensors_on_mixed_devices_are_named_with_their_devices(case: str, found: dict[str, Any]) -> None:
-    """Whichever of them is read first."""
+    """The error may name the two tensors in either order."""
     says = REFUSED[case][1].replace("main_grads[0] is on ", "").replace(" and grads[0] on ", " ").split()
     main, grad = says
     assert found["refused"][list(REFUSED).index(case)] in (
@@ -169,10 +174,12 @@ def test_tensors_on_mixed_devices_are_named_with_their_devices(case: str, found:
 
 
 def test_a_count_on_the_cpu_beside_weights_on_a_gpu_is_named(found: dict[str, Any]) -> None:
+    """A step count on the CPU with weights on a GPU is an error that names both."""
     assert found["step"] == f"torch_ext::adamw_: steps[1] is on cpu and params[0] on cuda:0; {ONE_DEVICE}"
 
 
 def test_a_table_on_a_gpu_is_named(found: dict[str, Any]) -> None:
+    """Tables such as offsets must be on the CPU even if all other tensors are on a GPU."""
     assert found["table"] == (
         "torch_ext::bucket_pack_: offsets is on cuda:0; it is a table, which is on the cpu wherever the other tensors "
         "are"
@@ -213,7 +220,7 @@ print(json.dumps([status, (error if status else path).value.decode()]))
 
 @pytest.fixture
 def main_library(tmp_path: pathlib.Path) -> pathlib.Path:
-    """A copy with nothing beside it."""
+    """Returns a copy of the library in a folder of its own, without a CUDA library next to it."""
     return pathlib.Path(shutil.copy(torch_ext.library_path(), tmp_path))
 
 
@@ -275,7 +282,7 @@ def test_a_file_that_is_not_the_library_is_named(
 
 
 def test_an_operator_says_so_too_and_a_torch_without_cuda_is_named(libraries: list[pathlib.Path]) -> None:
-    """Nothing is remembered of a search that failed: a library that comes later is found."""
+    """A failed search is not remembered: a library that appears later is found."""
     code = """
 torch.cuda._lazy_init = lambda: None
 x = as_cuda(torch.zeros(3))

@@ -1,7 +1,8 @@
-"""What a step on a GPU leaves behind beside states, as Python uses it: deltas, averages and health are the CPU's, bit
-for bit, and no step waits for them.
+"""What a step on a GPU produces besides states - deltas, averages and health - has the CPU's bits, and no step waits
+for the device because of it.
 
-On a stand-in (see gpu_stand_in.py) whose arithmetic is the CPU's; tests/cuda shows that the kernels' is that.
+The GPU is a stand-in that computes with the CPU's functions (gpu_stand_in.py); tests/cuda shows that the kernels
+compute the same.
 """
 
 import pathlib
@@ -187,7 +188,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one process with the stand-in saw."""
+    """Returns what one process with the stand-in found."""
     return gpu_stand_in.seen_beside(tmp_path_factory.mktemp("stand_in"), RUN)
 
 

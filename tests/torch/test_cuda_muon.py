@@ -1,8 +1,8 @@
-"""Muon on a GPU, as Python drives it: the two passes by the library for GPUs, products by torch on the device, and what
-a step leaves behind beside states.
+"""Muon on a GPU, as Python drives it: its two passes run in the CUDA library and its matrix products in torch on the
+device. Weights, states, deltas, averages and health have the CPU's bits.
 
-On a stand-in (see gpu_stand_in.py) whose arithmetic is the CPU's; tests/cuda/muon_test.cc and muon_noted_test.cc show
-that the passes' is that.
+The GPU is a stand-in that computes with the CPU's functions (gpu_stand_in.py); tests/cuda/muon_test.cc and
+muon_noted_test.cc show that the CUDA passes compute the same.
 """
 
 import pathlib
@@ -95,6 +95,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Returns what the process with the stand-in found."""
     return gpu_stand_in.seen_beside(tmp_path_factory.mktemp("stand_in"), RUN)
 
 
@@ -110,6 +111,7 @@ def test_both_passes_are_the_librarys_for_gpus(found: dict[str, Any]) -> None:
 
 
 def test_products_are_in_bf16_where_nobody_chose(found: dict[str, Any]) -> None:
+    """ns_dtype=None means bf16 on a GPU."""
     assert found["dtype"] == "bfloat16"
 
 

@@ -1,7 +1,7 @@
-"""What Python does around a step on a GPU: where it puts tensors, and that it waits for none of them.
+"""What Python does around a step on a GPU: which device it puts tensors on, and that a step never waits for the device.
 
-On a stand-in (see gpu_stand_in.py) whose arithmetic is the CPU's: bits, devices and waiting are the real thing, time is
-not.
+The GPU is a stand-in that computes with the CPU's functions (gpu_stand_in.py): bits, devices and waits are as on a GPU,
+durations are not.
 """
 
 import pathlib
@@ -51,11 +51,11 @@ def same(a, b):
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one process with the stand-in saw."""
+    """Returns what one process with the stand-in found."""
     return gpu_stand_in.seen_beside(tmp_path_factory.mktemp("stand_in"), BEGIN + RUN)
 
 
-# name -> how the optimizer is made (d: the device), and what happens before each step (opt, i)
+# name -> the optimizer's options (d: the device), and what runs before each step (opt, i)
 WAYS = {
     "float_lr": ("lr=1e-2", "None"),
     "scheduled_float_lr": ("lr=1e-2", "opt.param_groups[0].update(lr=1e-2 / (i + 1))"),
@@ -268,13 +268,15 @@ def test_a_float_lr_beside_a_tensor_lr_becomes_a_tensor_without_waiting(found: d
 
 
 def test_who_looks_at_events_ends_nobodys_capture(found: dict[str, Any]) -> None:
+    """Threads that query events, and freeing memory, must not end another thread's graph capture: the capture mode is
+    relaxed for that time."""
     entered, modes, after = found["relaxed"]
     assert entered == [["cuda:1", 0]], "its device is current first"
     relaxed = 2
     assert modes == [0, relaxed, 0, relaxed, relaxed] and after == 0
 
 
-# What is captured -> what the refusal says; nothing: it is legal.
+# name of what is captured -> words of the error; empty where capture is legal
 CAPTURED = {
     "tensor_lrs": "",
     "resync": "",
@@ -305,6 +307,7 @@ def test_the_check_for_nan_is_read_from_the_device_once_in_a_cycle(found: dict[s
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_tensor_lr_comes_down_with_what_the_host_steps(dtype: str, found: dict[str, Any]) -> None:
+    """A tensor lr on the device is copied along with the gradients of the host's part, without waiting."""
     same, waited = found[f"offloaded_{dtype}"]
     assert same
     assert waited == [[], [], []]

@@ -1,7 +1,8 @@
-"""torch.set_default_device(...) and set_default_dtype(...) are for what users make: no bit of ours depends on them.
+"""torch.set_default_device(...) and set_default_dtype(...) affect what users create; no bit of this library's results
+may depend on them.
 
-Many scripts for GPUs begin with torch.set_default_device("cuda"). Here "meta" stands in for it: what is made there by
-mistake has no content at all.
+Many scripts for GPUs begin with torch.set_default_device("cuda"). Here "meta" stands in for it: a tensor that is
+created on it by mistake has no content at all.
 """
 
 import contextlib
@@ -21,6 +22,7 @@ import torch_ext
 
 @contextlib.contextmanager
 def defaults(device: str | None, dtype: torch.dtype) -> Iterator[None]:
+    """Sets torch's default device and dtype in this context."""
     before = torch.get_default_dtype()
     torch.set_default_device(device)
     torch.set_default_dtype(dtype)
@@ -53,7 +55,7 @@ def model_of(dtype: torch.dtype) -> nn.Module:
 
 
 class Run:
-    """What a training does, in an order; `dtype` is the model's."""
+    """A training that uses every feature once, in a fixed order. `dtype` is the model's."""
 
     def __init__(self, kind: str, folder: pathlib.Path) -> None:
         self.make, self.dtype, self.options = OPTIMIZERS[kind]
@@ -72,6 +74,7 @@ class Run:
             action()
 
     def train(self, before: Callable[[], Any] = lambda: None) -> None:
+        """Takes a step; `before` is called between backward and step."""
         self.model(self.batches.pop()).square().mean().backward()
         before()
         self.optimizer.step()
@@ -137,6 +140,7 @@ class Run:
         torch_ext.diagnose(self.model, self.optimizer)
 
     def everything(self) -> list[bytes]:
+        """Returns the bytes of all weights and states, and asserts that all are on the CPU."""
         states = self.optimizer.state_dict()["state"].values()
         found: list[Tensor] = [*self.model.parameters(), *(t for entry in states for t in entry.values())]
         assert all(t.device.type == "cpu" for t in found)

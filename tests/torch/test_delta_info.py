@@ -1,4 +1,4 @@
-"""What a delta says of itself, and that no bytes make it say anything else than so much."""
+"""torch_ext.delta_info: what it says about a delta, and that damaged or foreign bytes raise."""
 
 import random
 
@@ -11,6 +11,7 @@ import torch_ext
 
 
 def _versions(n: int) -> tuple[Trainer, list[bytes]]:
+    """Returns a trainer and the deltas of its first n versions."""
     trainer = Trainer("bf16", lr=1e-3)
     deltas = []
     for _ in range(n):
@@ -47,6 +48,7 @@ def test_names_that_look_like_shapes() -> None:
 
 
 def test_of_any_bytes() -> None:
+    """Damaged, truncated and foreign bytes raise; delta_info never returns wrong facts."""
     trainer, deltas = _versions(1)
     draw = random.Random(3)
     for good in (deltas[0], trainer.publisher.full()):

@@ -1,4 +1,5 @@
-"""Failures that cost others their training, rebuilt: torch_ext.diagnose names each, the parameters and how much."""
+"""Faults that have cost users their training, reproduced: torch_ext.diagnose names each fault, its parameters and its
+extent."""
 
 import copy
 from typing import Any
@@ -13,11 +14,12 @@ import torch_ext
 
 
 def kinds(report: torch_ext.Report) -> set[str]:
-    """Of the errors and warnings."""
+    """Returns the kinds of the errors and warnings."""
     return {f.kind for f in report.findings if f.severity != "note"}
 
 
 def only(report: torch_ext.Report, kind: str) -> torch_ext.Finding:
+    """Returns the report's finding of that kind, and asserts that it is the only one."""
     (found,) = report.of(kind)
     return found
 
@@ -25,7 +27,7 @@ def only(report: torch_ext.Report, kind: str) -> torch_ext.Finding:
 NAMES = ("0.weight", "0.bias", "2.weight", "2.bias", "3.weight", "3.bias")
 
 
-# -- five public failures, by their mechanisms; those of FSDP2 are in tests/distributed, too ------------------------
+# -- five publicly reported failures, named after their issues; tests/distributed has those of FSDP2 too ------------
 
 
 def test_areal_1292_adamw_takes_its_dtypes_from_bf16_parameters() -> None:
@@ -41,14 +43,15 @@ def test_areal_1292_adamw_takes_its_dtypes_from_bf16_parameters() -> None:
 
 
 def test_automodel_2248_moments_in_bf16_lose_small_changes() -> None:
-    """What is resident in bf16 makes bf16 moments; where the weights themselves have masters, these alone are it."""
+    """A load next to bf16 parameters turns moments into bf16. The weights here have masters, so the moments are the
+    only finding."""
     model = model_of(BF16)
     masters = [nn.Parameter(p.detach().float()) for p in model.parameters()]
     optimizer = torch.optim.AdamW(masters, lr=1e-4)
     for master in masters:
         master.grad = torch.ones_like(master)
     optimizer.step()
-    for entry in optimizer.state.values():  # as a load beside bf16 parameters leaves them
+    for entry in optimizer.state.values():  # as they are after a load next to bf16 parameters
         entry.update({key: entry[key].to(BF16) for key in ("exp_avg", "exp_avg_sq")})
     for p, master in zip(model.parameters(), masters, strict=True):
         p.data.copy_(master)
@@ -60,7 +63,8 @@ def test_automodel_2248_moments_in_bf16_lose_small_changes() -> None:
 
 
 def test_accelerate_3979_an_upcast_that_binds_a_local_name() -> None:
-    """The loop that says it upcasts leaves every parameter as it was. (With its policy: tests/distributed.)"""
+    """The loop that is meant to upcast only rebinds its variable; every parameter stays as it was. (With accelerate's
+    policy: tests/distributed.)"""
     model = model_of(BF16)
     for param in model.parameters():
         param = param.to(FP32)  # noqa: PLW2901
@@ -83,7 +87,7 @@ def test_skyrl_2149_a_load_of_weights_alone_leaves_masters_behind() -> None:
     assert kinds(report) == {"stale_masters"}
     assert set(stale.names) == set(NAMES) and stale.figure == sum(p.numel() for p in model.parameters())
     assert "reload_model_params" in stale.fix
-    train(model, optimizer, 1)  # what it warned of
+    train(model, optimizer, 1)  # the damage that the finding warns of: old masters overwrite the weights
     assert all(float((p.detach() - 5).abs().min()) > 1 for p in model.parameters())
 
 
@@ -100,8 +104,8 @@ def test_skyrl_2149_in_an_engine_that_keeps_masters_in_its_state() -> None:
 
 @pytest.mark.parametrize("refreshed", ["nothing", "masters", "everything"])
 def test_megatron_5071_copies_of_masters_on_the_host(refreshed: str) -> None:
-    """Two levels: masters beside shards, and copies of these that are stepped on the host. Reloading the first level
-    alone is what was done."""
+    """There are two levels: masters of the shards, and copies of these masters that are stepped on the host. The bug
+    was to reload the first level only."""
     model = model_of(BF16)
     params = list(model.parameters())
     optimizer = theirs.DistributedOptimizer(params, [(0, p.numel()) for p in params], lr=1e-3)
@@ -118,7 +122,7 @@ def test_megatron_5071_copies_of_masters_on_the_host(refreshed: str) -> None:
             host.copy_(master)
     report = torch_ext.diagnose(model, optimizer)
     where = {f.message.split("(")[1].split(")")[0] for f in report.of("stale_masters")}
-    host, first = "gpu_params_map_cpu_copy", "shard_fp32_from_float16_groups"  # of which the host's are copies
+    host, first = "gpu_params_map_cpu_copy", "shard_fp32_from_float16_groups"  # the host's are copies of the first
     assert where == {"nothing": {first}, "masters": {host}, "everything": set()}[refreshed]
     assert kinds(report) == (set() if refreshed == "everything" else {"stale_masters"})
 
@@ -131,15 +135,15 @@ def test_megatron_5071_with_bf16_shards_and_fp32_copies() -> None:
     model.load_state_dict(model_of(BF16, seed=7).state_dict())
     report = torch_ext.diagnose(model, hybrid)
     assert kinds(report) == {"stale_masters"}
-    # the norm's weights are 1 in both models, and have moved away in the copies
+    # the norm's weights are 1 in both models, but training has moved the fp32 copies
     assert {name for f in report.of("stale_masters") for name in f.names} == set(NAMES)
 
 
-# -- the others ----------------------------------------------------------------------------------------------------
+# -- other faults ---------------------------------------------------------------------------------------------------
 
 
 def test_norms_of_which_nothing_moves_though_all_else_does() -> None:
-    """Weights of 1 need 2^-9 to move; those of 0.1 a tenth of it."""
+    """An update of a weight of 1 must exceed 2^-9 to have an effect; for weights of 0.1 a tenth of that is enough."""
     model = nn.Sequential(nn.Linear(24, 24, bias=False), nn.LayerNorm(24)).to(BF16)
     with torch.no_grad():
         model[0].weight.mul_(0.01)
@@ -167,7 +171,7 @@ def test_lost_updates_of_our_muon_are_those_of_adamw_where_it_steps_as_adamw() -
 
 
 def test_the_share_of_lost_updates_is_what_the_next_step_leaves() -> None:
-    """Against torch's own step, with a gradient that leaves the moments where they are: g = m, g^2 = v."""
+    """Compared with torch's own next step. Its gradient leaves the moments unchanged: g = m and g^2 = v."""
     model = nn.Linear(64, 64, bias=False).to(BF16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0, fused=True)
     weight = model.weight
@@ -190,10 +194,12 @@ def test_an_optimizer_that_ignores_that_masters_were_asked_for() -> None:
 
 
 def test_masters_that_a_load_rounded() -> None:
+    """torch's load_state_dict casts the masters to the weights' dtype, bf16, which loses them."""
     model = model_of(BF16)
     optimizer = theirs.FusedAdam(model.parameters(), lr=1e-4, master_weights=True)
     train(model, optimizer)
-    optimizer.load_state_dict(optimizer.state_dict())  # the base class's: everything in the parameter's dtype
+    # The method of torch.optim.Optimizer casts every state to the parameter's dtype.
+    optimizer.load_state_dict(optimizer.state_dict())
     assert optimizer.state[model[0].weight]["master_param"].dtype == BF16
     said = {f.message.split(":")[0] for f in torch_ext.diagnose(model, optimizer).of("upcast_missing")}
     assert any("masters were asked for" in one for one in said)
@@ -234,7 +240,8 @@ def test_gradients_that_ddp_was_to_reduce_in_fp32() -> None:
 
 @pytest.mark.parametrize("stalls", [True, False])
 def test_exp_avg_sq_that_cannot_fall(stalls: bool) -> None:
-    """1 - beta2 = 0.001 is less than half an ulp of bf16 (2^-9 at least), 0.05 is more than one."""
+    """1 - beta2 = 0.001 is less than half an ulp of bf16 (at least 2^-9), so exp_avg_sq cannot decrease; 0.05 is more
+    than one ulp."""
     model = model_of(FP32)
     betas = (0.9, 0.999 if stalls else 0.95)
     optimizer = theirs.FusedAdam(model.parameters(), betas=betas, exp_avg_sq_dtype=BF16)
@@ -250,7 +257,7 @@ def test_exp_avg_sq_that_cannot_fall(stalls: bool) -> None:
 
 
 def test_exp_avg_sq_in_8_bits_of_float_stalls_for_smaller_beta2() -> None:
-    """e4m3 has 4 significant bits: 5 % is between a half and all of half an ulp, by the number."""
+    """e4m3 has 4 significant bits: a change of 5 % is between half an ulp and a whole one, depending on the number."""
     model = model_of(FP32)
     optimizer = theirs.FusedAdam(model.parameters(), betas=(0.9, 0.95), exp_avg_sq_dtype=torch.float8_e4m3fn)
     for p in model.parameters():
@@ -293,7 +300,7 @@ def test_parameters_in_no_group() -> None:
     optimizer = torch.optim.AdamW([p for name, p in model.named_parameters() if name != "3.bias"])
     found = only(torch_ext.diagnose(model, optimizer), "in_no_group")
     assert found.names == ("3.bias",)
-    optimizer.add_param_group({"params": [model.get_parameter("3.bias")]})  # what it says to write
+    optimizer.add_param_group({"params": [model.get_parameter("3.bias")]})  # the code that the finding proposes
     assert "model.get_parameter('3.bias')" in found.fix
     assert torch_ext.diagnose(model, optimizer).findings == ()
 
@@ -341,12 +348,13 @@ def test_a_load_in_another_order() -> None:
     other.load_state_dict(optimizer.state_dict())
     report = torch_ext.diagnose(model, other)
     assert kinds(report) == {"misshapen_moments"}
-    # what 2.weight and 2.bias have now is another's, too, but has their shape
+    # 2.weight and 2.bias have other parameters' moments too, but of the right shape
     found = {name for f in report.of("misshapen_moments") for name in f.names}
     assert found == {"0.weight", "0.bias", "3.weight", "3.bias"}
 
 
 def test_moments_of_steps_that_are_not_counted() -> None:
+    """Moments that are not zero at step 0 contradict the step count."""
     model = model_of(FP32)
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer)
@@ -357,7 +365,8 @@ def test_moments_of_steps_that_are_not_counted() -> None:
 
 @pytest.mark.parametrize("how", ["zero", "fp16"])
 def test_a_second_moment_that_is_gone(how: str) -> None:
-    """Where v is 0 the next update is m / eps: a load filled it, or it underflowed (fp16 ends at 6e-8)."""
+    """If exp_avg_sq is 0 and exp_avg is not, the next update is m / eps. Either a load filled it with zeros, or it
+    underflowed: fp16 ends at 6e-8."""
     model = model_of(FP32)
     optimizer = torch.optim.AdamW(model.parameters())
     for p in model.parameters():
@@ -387,7 +396,7 @@ def _flat() -> tuple[nn.Module, Any]:
 def _shards() -> tuple[nn.Module, Any]:
     model = model_of(BF16)
     params = list(model.parameters())
-    ranges = [(p.numel() // 3, p.numel()) for p in params]  # another rank has the first third
+    ranges = [(p.numel() // 3, p.numel()) for p in params]  # the first third belongs to another rank
     return model, theirs.DistributedOptimizer(params, ranges, lr=1e-3)
 
 
@@ -431,7 +440,7 @@ def _amp() -> tuple[nn.Module, Any]:
 
 @pytest.mark.parametrize("made", [_flat, _shards, _apex, _chain, _on_params, _by_hand, _amp])
 def test_masters_wherever_they_are_kept(made: Any) -> None:
-    """Before and after one element of a weight was written."""
+    """No finding before an element of a weight is written, and exactly that element afterwards."""
     model, optimizer = made()
     assert torch_ext.diagnose(model, optimizer).findings == ()
     with torch.no_grad():
@@ -450,6 +459,7 @@ def test_masters_of_another_size() -> None:
 
 @pytest.mark.parametrize("on_external_write, severity", [("ignore", "error"), ("resync", "note"), ("error", "note")])
 def test_our_masters_say_what_the_next_step_does(on_external_write: str, severity: str) -> None:
+    """Weights were loaded after the steps. Only under "ignore" does the next step overwrite them with old masters."""
     model = model_of(BF16)
     optimizer = torch_ext.AdamW(model.named_parameters(), on_external_write=on_external_write)
     train(model, optimizer)
@@ -459,7 +469,8 @@ def test_our_masters_say_what_the_next_step_does(on_external_write: str, severit
 
 
 def test_codes_of_8_bits_are_read() -> None:
-    """The share from decoded moments is that from the moments themselves, but for the codes' error."""
+    """The share of lost updates that is computed from decoded moments equals the share from the moments themselves, up
+    to the codes' rounding."""
     model = nn.Linear(40, 40, bias=False).to(BF16)
     m, v = torch.randn(40, 40) * 0.1, torch.rand(40, 40) * 0.01 + 0.01
     coded = theirs.EightBitAdam(model.parameters(), lr=1e-3)
@@ -471,21 +482,21 @@ def test_codes_of_8_bits_are_read() -> None:
 
 
 class _ScaledMoments(theirs.FusedAdam):
-    """Transformer Engine's with fp16 moments: stored times a scale, which it keeps, and divides by on request."""
+    """Transformer Engine's with fp16 moments: they are stored multiplied by a scale, and divided by it on request."""
 
     def get_unscaled_state(self, param: torch.Tensor, name: str) -> torch.Tensor:
         return self.state[param][name].float() / 512
 
 
 def _in_32_bits(model: Any, m: torch.Tensor, v: torch.Tensor) -> Any:
-    """bitsandbytes' of a parameter that is too small for 8 bits."""
+    """bitsandbytes' state of a parameter that is too small for 8 bits."""
     optimizer = theirs.EightBitAdam(model.parameters(), lr=1e-3)
     optimizer.state[model.weight] = {"step": 100, "state1": m, "state2": v}
     return optimizer
 
 
 def _in_one_block(model: Any, m: torch.Tensor, v: torch.Tensor) -> Any:
-    """bitsandbytes' without blocks: one greatest magnitude."""
+    """bitsandbytes' state without blocks: one greatest magnitude for the whole parameter."""
     optimizer = theirs.EightBitAdam(model.parameters(), lr=1e-3)
     state: dict[str, Any] = {"step": 100}
     for n, values, low in (("1", m, -1.0), ("2", v, 0.0)):
@@ -497,6 +508,7 @@ def _in_one_block(model: Any, m: torch.Tensor, v: torch.Tensor) -> Any:
 
 
 def _scaled(model: Any, m: torch.Tensor, v: torch.Tensor) -> Any:
+    """Transformer Engine's state, in scaled fp16 moments."""
     optimizer = _ScaledMoments(model.parameters(), lr=1e-3)
     optimizer.param_groups[0]["step"] = 100
     optimizer.state[model.weight] = {"exp_avg": (m * 512).half(), "exp_avg_sq": (v * 512).half()}
@@ -515,6 +527,7 @@ def test_moments_are_read_in_the_form_that_others_store_them_in(form: Any) -> No
 
 @pytest.mark.parametrize("key", ["kahan_comp", "compensation"])
 def test_a_compensation_beside_the_weight_keeps_updates(key: str) -> None:
+    """A bf16 compensation term in the state (Kahan summation) keeps what rounding would lose."""
     model = nn.Linear(40, 40, bias=False).to(BF16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     model.weight.grad = torch.randn_like(model.weight)
@@ -527,7 +540,7 @@ def test_a_compensation_beside_the_weight_keeps_updates(key: str) -> None:
 
 @pytest.mark.parametrize("rounding, named", [("nearest", {"lost_updates"}), ("dithered", set()), ("stochastic", set())])
 def test_our_weights_without_masters(rounding: str, named: set[str]) -> None:
-    """Dither keeps what rounding to nearest loses."""
+    """Dithered and stochastic rounding keep updates that rounding to nearest loses."""
     model = model_of(BF16)
     policy = torch_ext.load_policy(BF16, override_optimizer_config={"main_params_dtype": None})
     optimizer = torch_ext.AdamW(model.parameters(), lr=1e-5, policy=policy, weight_rounding=rounding)
@@ -538,7 +551,7 @@ def test_our_weights_without_masters(rounding: str, named: set[str]) -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8", "fp16"])
 def test_our_moments_are_read_in_the_form_that_they_are_stored_in(dtype: str) -> None:
-    """The share of lost updates does not depend on it, but for the codes' error."""
+    """The share of lost updates is the same for all stored dtypes, up to the codes' rounding."""
     shares = []
     for stored in ("fp32", dtype):
         model = model_of(BF16)

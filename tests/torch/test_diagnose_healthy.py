@@ -1,6 +1,6 @@
-"""Set-ups in which nothing is wrong: torch_ext.diagnose finds no error and no warning, before, between and after steps.
+"""Set-ups without a fault: torch_ext.diagnose must report no error and no warning before, between and after steps.
 
-Each makes a model, its optimizers, and what trains them for a few steps.
+Each function creates a model, its optimizers, and a function that trains them for a few steps.
 """
 
 from collections.abc import Callable
@@ -60,7 +60,7 @@ def grad_scaler() -> SetUp:
             scaler.scale(model(torch.randn(8, 24)).square().mean()).backward()
             scaler.step(optimizer)
             scaler.update()
-        scaler.scale(model(torch.randn(8, 24)).square().mean()).backward()  # scaled gradients are there
+        scaler.scale(model(torch.randn(8, 24)).square().mean()).backward()  # gradients are left scaled in .grad
 
     return SetUp(model, optimizer, go)
 
@@ -101,7 +101,7 @@ def tied_weights() -> SetUp:
 
 
 class Lora(nn.Module):
-    """A frozen bf16 layer, and two small trained matrices beside it in fp32, of which one begins at 0."""
+    """A frozen bf16 layer with a low-rank adapter in fp32: two small trained matrices, one of which starts at 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def lora() -> SetUp:
     model = Lora()
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-4)
 
-    def go() -> None:  # after the first step exp_avg of a is 0: b was
+    def go() -> None:  # exp_avg of a is 0 after the first step, because b was 0
         model(torch.randn(4, 32)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -131,7 +131,7 @@ def sparse_embedding() -> SetUp:
     def go() -> None:
         for _ in range(2):
             model(torch.randint(50, (8,))).square().sum().backward()
-            optimizer.step()  # the sparse gradient stays
+            optimizer.step()  # the sparse gradient stays in .grad
 
     return SetUp(model, optimizer, go)
 
@@ -202,7 +202,7 @@ def bf16_with_masters_by_hand() -> SetUp:
 
 
 def bf16_at_a_high_lr() -> SetUp:
-    """Few updates are lost where lr is a tenth of the weights."""
+    """Few updates are lost where lr is about a tenth of the weights."""
     model = nn.Linear(64, 64).to(BF16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0)
     return _trained_by_noise(model, optimizer)
@@ -211,7 +211,7 @@ def bf16_at_a_high_lr() -> SetUp:
 def bf16_with_stochastic_rounding() -> SetUp:
     model = model_of(BF16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95))
-    optimizer.bf16_stochastic_round = True  # type: ignore[attr-defined]  # torchao's word
+    optimizer.bf16_stochastic_round = True  # type: ignore[attr-defined]  # torchao's attribute
     return _trained_by_noise(model, optimizer)
 
 
@@ -219,7 +219,7 @@ def bf16_with_kahan_summation() -> SetUp:
     model = model_of(BF16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95))
     for group in optimizer.param_groups:
-        group["use_kahan_summation"] = True  # AnyPrecisionAdamW's word
+        group["use_kahan_summation"] = True  # AnyPrecisionAdamW's key
     return _trained_by_noise(model, optimizer)
 
 
@@ -246,7 +246,7 @@ def flat_partitions() -> SetUp:
 
 
 class SecondMomentAlone(torch.optim.Optimizer):
-    """A schedule-free Adam: two sequences of weights instead of exp_avg."""
+    """A schedule-free Adam: it keeps two sequences of weights instead of exp_avg."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8})
@@ -312,14 +312,14 @@ def a_group_added_after_steps() -> SetUp:
 
 
 def compiled_names() -> SetUp:
-    """A wrapper that renames parameters changes none."""
+    """A wrapper that renames parameters: they are still the optimizer's."""
     inner = model_of(FP32)
     optimizer = torch.optim.AdamW(inner.parameters())
     return SetUp(nn.ModuleDict({"_orig_mod": inner}), optimizer, lambda: train(inner, optimizer))
 
 
 def large_parameters() -> SetUp:
-    model = nn.Linear(600, 600)  # more elements than are looked at
+    model = nn.Linear(600, 600)  # more elements than diagnose samples
     return _trained_by_noise(model, torch.optim.AdamW(model.parameters()))
 
 
@@ -347,7 +347,7 @@ def assert_healthy(model: Any, optimizer: Any, notes: bool = False) -> None:
 
 
 WITH_NOTES = {"the_end_of_a_schedule", "bf16_at_a_high_lr", "a_layer_thawed_after_steps"}
-"""Of which there is something to know: a step that is too small for fp32, bf16 without masters, a state to come."""
+"""Set-ups with a note: updates too small even for fp32; bf16 without masters; a parameter that has no state yet."""
 
 
 @pytest.mark.parametrize("make", HEALTHY, ids=lambda make: make.__name__)
@@ -414,7 +414,7 @@ def test_our_optimizer_in_all_its_states(name: str) -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_our_muon_in_all_its_states(name: str) -> None:
-    """Whose groups have what AdamW steps, too, scalars among it."""
+    """Muon's groups include parameters that AdamW steps, among them a scalar."""
     dtype, config = POLICIES[name]
     model = model_of(dtype)
     model.register_parameter("scale", nn.Parameter(torch.ones((), dtype=dtype)))

@@ -1,4 +1,5 @@
-"""Random models and optimizers with one fault, or none: torch_ext.diagnose names exactly that one, and where it is."""
+"""Random models and optimizers with one fault or none: torch_ext.diagnose must report exactly that fault, and its
+parameters."""
 
 import random
 from collections.abc import Callable
@@ -13,22 +14,24 @@ from torch import nn
 import torch_ext
 
 SEEDS = [*range(144), 173, 312, 373, 424, 589, 594]
-"""The last ones were found among 4000: infinite moments were called impossible, too."""
+"""The last six were found among 4000 seeds: for them infinite moments were also reported as inconsistent."""
 
 
 class Made(NamedTuple):
+    """What a fault is put into: a model and its optimizer, possibly after steps."""
+
     model: nn.Module
     optimizer: Any
     trained: list[str]
-    """Names of what a step changes."""
+    """Names of the parameters that a step changes."""
     rng: random.Random
 
     def one(self, least: int = 1) -> str:
-        """A trained parameter of so many elements."""
+        """Returns the name of a random trained parameter with at least that many elements."""
         return self.rng.choice([n for n in self.trained if self.model.get_parameter(n).numel() >= least])
 
     def leaf(self) -> torch.optim.Optimizer:
-        """What steps."""
+        """Returns the torch optimizer that takes the steps."""
         found: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         return found
 
@@ -39,7 +42,7 @@ class Made(NamedTuple):
 
 
 def random_model(rng: random.Random, dtype: torch.dtype) -> nn.Module:
-    """Some layers of random sizes, a frozen one, an embedding that may be tied to the last one."""
+    """Returns an embedding and layers of random sizes; in some models a layer is frozen."""
     torch.manual_seed(rng.randrange(1 << 30))
     width = rng.randrange(3, 20)
     layers: list[nn.Module] = [nn.Embedding(rng.randrange(5, 30), width)]
@@ -53,7 +56,7 @@ def random_model(rng: random.Random, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-# How it is trained -> the dtype of the model, and what makes the optimizer of parameters.
+# name -> dtype of the model, and a function that creates the optimizer from parameters and lr
 Make = Callable[[Any, float], Any]
 HOW: dict[str, tuple[torch.dtype, Make]] = {
     "torch AdamW": (FP32, lambda ps, lr: torch.optim.AdamW(ps, lr=lr)),
@@ -69,7 +72,8 @@ STEPS = {"by hand": 0}
 
 
 def made(rng: random.Random, how: str, without: bool = False) -> tuple[Made, str]:
-    """without: one parameter is left out, whose name is returned."""
+    """Returns a random model and optimizer. without=True leaves one parameter out of the optimizer and returns its
+    name."""
     dtype, make = HOW[how]
     model = random_model(rng, dtype)
     names = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -86,7 +90,8 @@ MOMENTS = [*TORCH, "fused, fp32", "fused, masters", "Megatron", "Megatron, fp16"
 WITH_MASTERS = ["fused, masters", "Megatron", "Megatron, fp16", "by hand"]
 
 
-# Each makes a fault; returns what was made, and the names of the parameters that have it.
+# Each function returns a model and optimizer with the fault that it is named after, and the names of the faulty
+# parameters.
 def none(rng: random.Random) -> tuple[Made, set[str]]:
     return made(rng, rng.choice(list(HOW)))[0], set()
 
@@ -105,7 +110,7 @@ def in_two_groups(rng: random.Random) -> tuple[Made, set[str]]:
 
 
 def stale_references(rng: random.Random) -> tuple[Made, set[str]]:
-    """A module that was replaced by its copy."""
+    """A parameter of the model is replaced by its copy."""
     whole, _ = made(rng, rng.choice([*TORCH, "fused, fp32"]))
     module, _, parameter = whole.one().rpartition(".")
     owner = whole.model.get_submodule(module)
@@ -143,7 +148,7 @@ def stalled_exp_avg_sq(rng: random.Random) -> tuple[Made, set[str]]:
 
 
 def upcast_missing(rng: random.Random) -> tuple[Made, set[str]]:
-    """One moment in bf16, where fp32 was asked for."""
+    """One moment is in bf16, where fp32 was asked for."""
     whole, _ = made(rng, rng.choice(["fused, fp32", "fused, masters"]))
     name = whole.one()
     state = whole.state_of(name)

@@ -1,4 +1,5 @@
-"""torch_ext.diagnose changes nothing, and says what is wrong with its arguments; the report in its forms; doctor."""
+"""torch_ext.diagnose: it changes nothing, wrong arguments raise, its report as text and as data; and the command
+`python -m torch_ext doctor`."""
 
 import copy
 import json
@@ -20,7 +21,8 @@ from torch_ext import __main__ as command
 
 
 def everything(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """What a call could have touched: bytes, versions, addresses, gradients, the entries of the state, numbers."""
+    """Returns everything that a call could have touched: bytes, version counters, addresses, gradients, state entries,
+    the groups' values."""
     inner = [optimizer, *getattr(optimizer, "chained_optimizers", []), getattr(optimizer, "optimizer", None)]
     found: dict[str, Any] = {"rng": torch.random.get_rng_state().tolist(), "dict": [sorted(vars(model))]}
     for name, p in model.named_parameters():
@@ -37,7 +39,8 @@ def everything(model: nn.Module, optimizer: Any) -> dict[str, Any]:
         groups = [{k: str(v) for k, v in group.items() if k != "params"} for group in one.param_groups]
         found[f"groups {i}"] = groups, [[id(p) for p in group["params"]] for group in one.param_groups]
         if isinstance(one, torch.optim.Optimizer):
-            found[f"exposed {i}"] = getattr(state, "exposed", None)  # whether ours knows that nobody has its state
+            # Our optimizer's mark that its state tensors were handed out.
+            found[f"exposed {i}"] = getattr(state, "exposed", None)
     return found
 
 
@@ -70,7 +73,7 @@ def _fused() -> tuple[nn.Module, Any]:
 
 @pytest.mark.parametrize("make", [_torch, _ours, _ours_8bit, _megatron, _fused])
 def test_nothing_is_changed(make: Callable[[], tuple[nn.Module, Any]]) -> None:
-    """Before the first step, with gradients, after steps, and with weights that somebody wrote."""
+    """Before the first step, with gradients, after steps, and with weights that were written externally."""
     model, optimizer = make()
     before = everything(model, optimizer)
     torch_ext.diagnose(model, optimizer)
@@ -281,7 +284,7 @@ def test_doctor_ends_with_1_where_something_was_found(module: str, capsys: pytes
 
 
 def test_doctor_in_a_process_of_its_own(module: str, tmp_path: pathlib.Path) -> None:
-    """The working directory is where modules are looked for, as with any `python -m`."""
+    """Modules are looked up in the working directory, as by any `python -m`."""
     root = str(pathlib.Path(torch_ext.__file__).parents[1])
     run = subprocess.run(
         [sys.executable, "-m", "torch_ext", "doctor", "diagnosed_module:broken"],
@@ -316,7 +319,7 @@ def test_doctor_says_what_it_was_given_instead(
 
 
 def test_a_container_of_optimizers_and_properties_that_raise() -> None:
-    """torchtitan's OptimizersContainer; somebody's class with a property that needs a process group."""
+    """Shaped like torchtitan's OptimizersContainer, with a property that raises because it needs a process group."""
 
     class Container(torch.optim.Optimizer):
         def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:

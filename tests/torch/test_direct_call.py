@@ -1,6 +1,8 @@
-"""Steps past torch's dispatcher and through it: random programs end in the same bits and the same errors.
+"""Steps that call operators directly, past torch's dispatcher, must have the bits and the errors of steps that go
+through it.
 
-Which calls go past it: test_operators.py. A mode that lets functions pass has all of them go through it."""
+An active mode makes every call go through the dispatcher; test_operators.py says which calls go past it otherwise.
+"""
 
 import random
 from collections.abc import Callable
@@ -27,7 +29,7 @@ def gradients(opt: torch.optim.Optimizer, chance: random.Random) -> None:
         p.grad = torch.randn(p.shape, generator=generator).to(p.dtype) if chance.random() < 0.9 else None
 
 
-# -- what happens between steps: each is given the optimizer, a parameter of it that has a gradient, and its chance ----
+# -- events between steps. Each gets the optimizer, a random parameter that has a gradient, and the random numbers. ----
 
 
 def moves(_opt: Any, p: Any, _chance: random.Random) -> None:
@@ -52,7 +54,8 @@ def negates(_opt: Any, p: Any, _chance: random.Random) -> None:
 
 
 def widens(_opt: Any, p: Any, _chance: random.Random) -> None:
-    p.grad = None if p.dtype is torch.float32 else p.grad  # another dtype only without a gradient of this one
+    # A gradient of another dtype is only legal if there was none before.
+    p.grad = None if p.dtype is torch.float32 else p.grad
     if p.grad is None:
         p.grad_dtype = None
         p.grad = torch.full(p.shape, 0.25, dtype=torch.bfloat16)
@@ -100,12 +103,14 @@ def hands_a_subclass(_opt: Any, p: Any, _chance: random.Random) -> None:
 
 
 class Passes(TorchFunctionMode):
+    """A mode that lets every function pass unchanged."""
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
 
 class Watched(Tensor):
-    """Asks to see operators, and lets them pass."""
+    """A tensor subclass that sees operators and lets them pass."""
 
 
 EVENTS: list[Callable[[Any, Any, random.Random], None]] = [
@@ -116,12 +121,12 @@ EVENTS: list[Callable[[Any, Any, random.Random], None]] = [
 SUITS: dict[Any, Callable[[Tensor], bool]] = {
     transposes: lambda p: p.dim() > 1,
     is_sparse: lambda p: p.dim() > 0,
-    negates: lambda p: p.numel() == 1,  # of more elements it is not contiguous
+    negates: lambda p: p.numel() == 1,  # with more elements it would not be contiguous
 }
 
 
 def played(seed: int, states: Any, dtype: torch.dtype) -> list[Any]:
-    """What a program did: the message of each step that was refused, and all bits at its end."""
+    """Runs a random program; returns the message of each call that raised, and all bits at the end."""
     chance = random.Random(seed)
     opt = torch_ext.AdamW(params(dtype), lr=1e-2, states=states, weight_decay=0.1)
     seen: list[Any] = []

@@ -1,4 +1,4 @@
-"""Dtype names in configurations (semantics.md, C)."""
+"""Names of dtypes in configurations: torch_ext.coerce_dtypes (semantics.md, C)."""
 
 import copy
 import json

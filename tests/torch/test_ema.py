@@ -1,4 +1,5 @@
-"""The average of masters that an optimizer keeps: its numbers, swapped in, saved and loaded, refused."""
+"""The exponential moving average of masters that an optimizer keeps: its values, swapping it in, saving and loading it,
+and the errors."""
 
 import copy
 import io
@@ -34,6 +35,7 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) ->
 
 
 def bits_equal(a: dict[Any, Any], b: dict[Any, Any]) -> bool:
+    """Whether the mappings have the same keys and equal tensors."""
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
@@ -43,6 +45,7 @@ def clones(named: dict[Any, Any]) -> dict[Any, Any]:
 
 @pytest.mark.parametrize("every", [1, 3])
 def test_fp32_is_what_swa_utils_keeps(every: int) -> None:
+    """An fp32 average has the values of torch's AveragedModel with the same decay."""
     model = model_in(F32)
     optimizer = optimizer_of(model, ema_decay=0.97, ema_dtype=F32, ema_every=every)
     theirs = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.97))
@@ -83,6 +86,8 @@ def test_an_average_changes_no_bit_of_the_step() -> None:
 
 @pytest.mark.parametrize("dtype, states", STATES)
 def test_weights_are_averages_inside_and_what_they_were_afterwards(dtype: torch.dtype, states: str) -> None:
+    """ema_weights(): inside, weights are the averages rounded to their dtype; afterwards they and training are
+    unchanged, also after an exception."""
     model = model_in(dtype)
     optimizer = optimizer_of(model, states, ema_dtype="24bit")
     for i in range(5):
@@ -113,7 +118,8 @@ def test_before_the_first_step_it_is_the_weights() -> None:
 
 @pytest.mark.parametrize(("dtype", "states"), STATES)
 def test_it_is_the_weights_that_were_loaded_since_its_state_was_made(dtype: torch.dtype, states: str) -> None:
-    """Frameworks ask for a state_dict before anything is trained, and load the model afterwards."""
+    """Frameworks call state_dict before training, which creates the state, and load the model afterwards. The average
+    must begin with the loaded weights."""
     model = model_in(dtype)
     optimizer = optimizer_of(model, states)
     optimizer.state_dict()
@@ -152,6 +158,7 @@ def test_a_saved_average_goes_on_bit_for_bit(ema_dtype: Any, way: str) -> None:
 
 
 def test_a_checkpoint_without_an_average_begins_one_and_one_too_many_is_dropped() -> None:
+    """Either way load_state_dict warns and loads the rest of the state."""
     model = model_in(BF16)
     without = optimizer_of(model, "bf16", ema_decay=None)
     for i in range(3):
@@ -199,7 +206,7 @@ def test_what_is_not_legal_is_refused_by_name(options: dict[str, Any], says: str
     "options", [{"ema_dtype": F32}, {"ema_dtype": "24bit"}, {"ema_every": 4}, {"ema_every": 0}], ids=str
 )
 def test_how_to_keep_an_average_that_is_not_kept_is_refused(kind: Any, options: dict[str, Any]) -> None:
-    """As torch.optim.SGD refuses nesterov=True without momentum."""
+    """Options of an average without ema_decay are an error, as SGD's nesterov=True without momentum is."""
     (key,) = options
     named = list(model_in(BF16).named_parameters())
     with pytest.raises(ValueError, match=f"^{key}=.* without ema_decay keeps no average"):
@@ -209,7 +216,8 @@ def test_how_to_keep_an_average_that_is_not_kept_is_refused(kind: Any, options: 
 
 
 def test_without_ema_decay_there_is_none() -> None:
-    optimizer = optimizer_of(model_in(BF16), ema_decay=None, ema_dtype=BF16, ema_every=1)  # as scripts pass them all
+    # As scripts do that pass every option.
+    optimizer = optimizer_of(model_in(BF16), ema_decay=None, ema_dtype=BF16, ema_every=1)
     with pytest.raises(
         RuntimeError, match=r"ema_state_dict\(\): there is no average; make the optimizer with ema_decay"
     ):
@@ -229,15 +237,15 @@ COPIES: dict[str, Any] = {
 @pytest.mark.parametrize("opened", ["ema_weights", "master_weights"])
 @pytest.mark.parametrize("states", ["bf16", "bf16_remainder", "8bit"])
 def test_optimizers_are_not_copied_where_weights_are_others(states: str, opened: str, way: str) -> None:
-    """Nothing is saved inside: the copy's weights would be averages beside masters that they are not, or masters whose
-    dtype is not the weights'."""
+    """Inside the contexts the weights are averages, which are not their masters rounded, or masters, whose dtype is not
+    the weights': a copy of the optimizer would be wrong."""
     model = model_in(BF16)
     optimizer = optimizer_of(model, states)
     for i in range(3):
         step(model, optimizer, i)
     before = clones(optimizer.master_state_dict())
     with getattr(optimizer, opened)():
-        alone = copy.deepcopy(model)  # which is what a context is for
+        alone = copy.deepcopy(model)  # saving the model alone is what the context is for
         with pytest.raises(RuntimeError, match=rf"an optimizer is pickled or copied within {opened}\(\)"):
             COPIES[way]((model, optimizer))
     assert [p.dtype for p in alone.parameters()] == [BF16 if opened == "ema_weights" else F32] * 4
@@ -247,8 +255,10 @@ def test_optimizers_are_not_copied_where_weights_are_others(states: str, opened:
 
 @pytest.mark.parametrize("every", [2, 3])
 def test_steps_of_a_parameter_are_those_in_which_it_has_a_gradient(every: int) -> None:
-    """Each is as an optimizer of its own, which has no other steps."""
-    gradients = [(1, 1, 0, 1, 0, 0, 1), (1, 0, 1, 1, 1, 0, 1), (0, 0, 0, 1, 1, 1, 1)]  # by parameter, by step
+    """ema_every counts a parameter's own steps. Each parameter's average equals that of an optimizer that has this
+    parameter only."""
+    # One row per parameter: whether it has a gradient in each step.
+    gradients = [(1, 1, 0, 1, 0, 0, 1), (1, 0, 1, 1, 1, 0, 1), (0, 0, 0, 1, 1, 1, 1)]
     params = [torch.nn.Parameter(torch.ones(5)) for _ in gradients]
     options: dict[str, Any] = {"lr": 0.1, "ema_decay": 0.5, "ema_every": every, "ema_dtype": F32}
     together = torch_ext.AdamW(params, **options)
@@ -265,13 +275,14 @@ def test_steps_of_a_parameter_are_those_in_which_it_has_a_gradient(every: int) -
         assert torch.equal(together.ema_state_dict()[i], alone.ema_state_dict()[0])
 
 
-# -- where it meets something else -------------------------------------------------------------------------------------
+# -- together with other features --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("states", ["bf16", "8bit"])
 def test_before_it_begins_it_is_the_weights_as_they_are(states: str, every: int) -> None:
-    """Whoever asked for a state_dict() has made the state, of weights that are loaded only then."""
+    """Calling state_dict() creates the state from weights that may still be loaded. Until the average begins, it is the
+    current weights."""
     model = model_in(BF16)
     optimizer = optimizer_of(model, states, ema_every=every)
     optimizer.state_dict()
@@ -289,6 +300,7 @@ def test_before_it_begins_it_is_the_weights_as_they_are(states: str, every: int)
 
 
 def test_what_is_frozen_has_its_average_inside_as_in_the_state_dict() -> None:
+    """A parameter that was frozen after some steps is its average inside ema_weights(), like the others."""
     model = model_in(BF16)
     optimizer = optimizer_of(model, "bf16_remainder", ema_dtype=F32)
     for i in range(3):
@@ -303,7 +315,8 @@ def test_what_is_frozen_has_its_average_inside_as_in_the_state_dict() -> None:
 @pytest.mark.parametrize("states", ["bf16", "bf16_remainder"])
 @pytest.mark.parametrize("how", ["resync", "error", "ignore"])
 def test_a_write_before_a_swap_is_what_it_is_without(how: str, states: str) -> None:
-    """Named, counted, or overwritten by the next step."""
+    """Swapping the average in does not hide an external write: it raises, is counted, or is overwritten by the next
+    step, as without a swap."""
     found = []
     for swaps in (False, True):
         model = model_in(BF16)

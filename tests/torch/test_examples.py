@@ -1,4 +1,4 @@
-"""Every example runs, and what it shows is so: each ends with a status that says whether it is."""
+"""The examples run and show what they claim: each exits with a status that says whether it does."""
 
 import importlib
 import json
@@ -35,7 +35,7 @@ def test_numbered_example(name: str) -> None:
     run(sys.executable, f"examples/{name}", OMP_NUM_THREADS="1")
 
 
-# What each example of examples/frameworks imports.
+# example of examples/frameworks -> the packages that it imports
 FRAMEWORKS = {
     "accelerate_loop.py": ["accelerate"],
     "fsdp2.py": [],
@@ -55,8 +55,8 @@ def test_framework_example(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def main_job(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, str]:
-    """OUT and the closing text of the quick main job."""
-    # B3: paths come from the environment, one with a blank in it, and no variable is used without a default.
+    """Returns the quick main job's output folder and its closing text."""
+    # B3: the paths come from the environment, one of them contains a blank, and `bash -u` rejects unset variables.
     out = tmp_path_factory.mktemp("main job")
     settings = {"TORCH_EXT_PYTHON": sys.executable, "OUT_DIR": str(out), "OMP_NUM_THREADS": "1"}
     text = run("bash", "-u", "examples/gpt/job.sh", "--quick", **settings)
@@ -68,7 +68,8 @@ def results(path: pathlib.Path) -> Any:
 
 
 def excess(stage: Any, configuration: str) -> float:
-    """Mean over the seeds of the held-out loss less fp32's; computed here again, from the single runs."""
+    """Returns the mean over the seeds of the held-out loss minus fp32's, computed here independently from the single
+    runs."""
     losses = {(run["configuration"], run["seed"]): run["held_out"] for run in stage["runs"]}
     seeds = [seed for name, seed in losses if name == configuration]
     assert seeds == [0, 1, 2]
@@ -83,7 +84,7 @@ def test_B3_main_job_ends_with_tables_and_a_picture(main_job: tuple[pathlib.Path
     labels = ["torch AdamW, fp32 model", "torch AdamW, bf16 model", *(f"torch_ext `{n}`" for n in CONFIGURATIONS[2:])]
     for label in labels:
         assert len(re.findall(rf"^\| {re.escape(label)} +\|", text, re.MULTILINE)) == 2, label
-    assert "Processor time" not in text  # bash's own, on stderr
+    assert "Processor time" not in text  # bash writes it to stderr
     assert (out / "table.md").read_text().strip() in text
     assert (out / "gpt.png").stat().st_size > 10_000
     again = run(sys.executable, "examples/gpt/tables.py", str(out / "results.json"))
@@ -111,9 +112,9 @@ def test_main_job_resumes_in_a_new_process(main_job: tuple[pathlib.Path, str]) -
     ],
 )
 def test_main_job_measures(main_job: tuple[pathlib.Path, str], configuration: str, memory: float, sent: float) -> None:
-    """Bytes per parameter, in memory and on the wire; up to 2 % of them are padding, counters and small messages. Ours
-    may have been compressed, to 194.5 of 256 bytes: where a busy machine let no message through quickly, the wire looks
-    slow."""
+    """Bytes per parameter, in memory and on the wire; up to 2 % of them are padding, counters and small messages. Our
+    messages may be compressed, to 194.5 of 256 bytes at best: that happens where the wire looks slow, as on a busy
+    machine."""
     stages = results(main_job[0] / "results.json")["stages"]
     for stage in stages.values():
         for each in (each for each in stage["runs"] if each["configuration"] == configuration):
@@ -135,9 +136,9 @@ def test_quick_main_job_shows_what_masters_are_for(main_job: tuple[pathlib.Path,
 
 
 def test_committed_results_are_those_of_the_main_job() -> None:
-    """The tables of RESULTS.md are the figures of results.json, and the figures are what is claimed of them: where bf16
-    weights without masters lose at least three times what a seed changes, 8 bytes of ours lose at most once that, and
-    are nowhere far from fp32."""
+    """The tables of RESULTS.md are rendered from results.json, and its numbers support the claims: bf16 weights without
+    masters lose at least three times the spread over seeds, our configurations of 8 bytes and more at most once the
+    spread, and none is far from fp32."""
     folder = ROOT / "examples" / "gpt"
     rendered = run(sys.executable, "examples/gpt/tables.py").strip()
     assert rendered in (folder / "RESULTS.md").read_text()
@@ -154,7 +155,7 @@ def test_committed_results_are_those_of_the_main_job() -> None:
 
 
 def test_finetuning_in_several_processes(main_job: tuple[pathlib.Path, str]) -> None:
-    """The further configurations, and a bar that counts the steps of all processes."""
+    """The further configurations, and a progress bar that counts the steps of all processes."""
     out, _ = main_job
     command = [sys.executable, "examples/gpt/finetune.py", "--quick", "--more", "--seeds", "1", "--processes", "2"]
     before = (out / "finetune" / "8bit-0.jsonl").read_text()
@@ -162,7 +163,7 @@ def test_finetuning_in_several_processes(main_job: tuple[pathlib.Path, str]) -> 
     found = re.findall(r"^(\S+) +seed 0 +held-out loss \d\.\d{4}$", text, re.MULTILINE)
     assert set(CONFIGURATIONS) < set(found)
     assert len(found) == len(set(found)) == len(list((out / "finetune").glob("*-0.jsonl")))
-    assert (out / "finetune" / "8bit-0.jsonl").read_text() == before  # the bits of one process
+    assert (out / "finetune" / "8bit-0.jsonl").read_text() == before  # the same bits as with one process
 
 
 def test_muon() -> None:
@@ -178,7 +179,7 @@ def test_muon() -> None:
 
 
 def test_bytes_that_were_lost_on_their_way_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two sockets that say in their tcp_info that 300 of 1000 bytes were sent again, and 7 of 50."""
+    """Two sockets whose tcp_info reports 1000 bytes sent, 300 of them again, and 50 with 7."""
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "gpt"))
     measure = importlib.import_module("measure")
     answers = iter([(1000, 300), (50, 7)])

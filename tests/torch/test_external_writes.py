@@ -1,5 +1,5 @@
-"""Weights that somebody else writes between steps (semantics.md, D7): every way of writing, what is not a write, and
-masters that are opened, seeded or swapped on purpose (D5, D6)."""
+"""Weights that other code writes between steps (semantics.md, D7): every way of writing, what does not count as a
+write, and masters that are opened, seeded or swapped on purpose (D5, D6)."""
 
 import copy
 import warnings
@@ -17,7 +17,8 @@ LARGE = [(5, 4096), (130, 37), (7,), (3, 5, 7), (), (1,)]
 
 
 class Model(nn.Module):
-    """Parameters of several sizes, the first of several samples."""
+    """Parameters of several sizes. The first is large enough to have several samples: elements that a step compares
+    with fp32 masters to find writes."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -25,6 +26,7 @@ class Model(nn.Module):
 
 
 def made(name: str, **options: object) -> tuple[Model, torch_ext.AdamW]:
+    """Returns a model and its optimizer after three steps."""
     model = Model(name)
     options = {"lr": 1e-2, "weight_decay": 0.0, "policy": policy_of(name)} | options
     optimizer = torch_ext.AdamW(model.named_parameters(), **options)
@@ -33,12 +35,13 @@ def made(name: str, **options: object) -> tuple[Model, torch_ext.AdamW]:
 
 
 def others(model: nn.Module) -> list[Tensor]:
+    """Returns other values for the weights."""
     generator = torch.Generator().manual_seed(7)
     return [torch.randn(p.shape, generator=generator).to(p.dtype) for p in model.parameters()]
 
 
 def quiet_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Zero gradients, and first moments of zero: a step that moves nothing."""
+    """Takes a step that moves no weight: gradients and first moments are zero."""
     for p in model.parameters():
         optimizer.state[p]["exp_avg"].zero_()
         p.grad = torch.zeros_like(p)
@@ -130,6 +133,8 @@ def test_D7_a_flat_buffer_that_parameters_view(name: str) -> None:
 
 
 def test_D7_assign_leaves_an_orphan_and_says_so() -> None:
+    """load_state_dict(assign=True) gives the model new parameters; the optimizer still has the old ones, and warns that
+    none of them gets a gradient."""
     model, optimizer = made("bf16")
     model.load_state_dict({key: value.clone() for key, value in model.state_dict().items()}, assign=True)
     model.weights[0].grad = torch.zeros_like(model.weights[0])
@@ -137,7 +142,7 @@ def test_D7_assign_leaves_an_orphan_and_says_so() -> None:
         optimizer.step()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        optimizer.step()  # says it once
+        optimizer.step()  # only the first step warns
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -175,7 +180,8 @@ def test_D7_dtensors(way: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
 def test_a_weight_that_is_stepped_through_a_view_is_stepped_where_it_lies_now(name: str) -> None:
-    """The operator takes memory in its order: of a channels_last weight that is a view, which `p.data =` leaves."""
+    """The operator takes tensors in memory order, so a channels_last weight is passed as a view. `p.data =` gives the
+    weight new memory, and a cached view would still step the old."""
     original = params_of(name, [(2, 3, 4, 5)])[0].detach().to(memory_format=torch.channels_last)
     moved, stays = nn.Parameter(original.clone()), nn.Parameter(original.clone())
     optimizers = [torch_ext.AdamW([p], lr=1e-2, policy=policy_of(name)) for p in (moved, stays)]
@@ -188,7 +194,8 @@ def test_a_weight_that_is_stepped_through_a_view_is_stepped_where_it_lies_now(na
 
 @pytest.mark.parametrize("released", [False, True])
 def test_a_weight_without_a_gradient_is_watched(released: bool) -> None:
-    """Its version is all that tells of one element between the samples, and no step counted it up."""
+    """A single element between the samples is written: only the version counter shows it, and the steps in between did
+    not increase the counter."""
     model = Model("bf16")
     optimizer = torch_ext.AdamW(
         model.parameters(), lr=0.0, weight_decay=0.0, policy=policy_of("bf16"), step_in_backward=released
@@ -204,14 +211,15 @@ def test_a_weight_without_a_gradient_is_watched(released: bool) -> None:
     for written, other in ((second, first), (first, second)) * 2:
         step(other)
         with torch.no_grad():
-            written.view(-1)[33].add_(1)  # once
+            written.view(-1)[33].add_(1)  # a single write
         expected = bits(written)
         step(first, second)
         assert bits(written) == expected
 
 
 def test_a_weight_that_moves_is_a_write_and_costs_no_new_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The operator refuses it once, and steps then, by the same plan; later steps call it once each."""
+    """The operator rejects the first call after a weight has moved; the retry uses the same plan, and later steps call
+    the operator once."""
     model, optimizer = made("bf16")
     plan = optimizer._stepper.plan
     assert plan is not None
@@ -237,10 +245,11 @@ def test_a_weight_that_moves_is_a_write_and_costs_no_new_plan(monkeypatch: pytes
 
 
 def test_D7_a_master_that_is_written_in_a_state_dict_gives_way_to_its_weight() -> None:
-    """As torch.distributed.checkpoint.load does, where nobody loads the model: no weight moves."""
+    """torch.distributed.checkpoint.load writes masters like this. If the model is not loaded too, its weights win and
+    must not move."""
     model, optimizer = made("bf16")
     values = [bits(p) for p in model.parameters()]
-    quiet_step(model, optimizer)  # which marks the entries as handed out
+    quiet_step(model, optimizer)  # the state has been read, so entries count as handed out
     for entry in optimizer.state_dict()["state"].values():
         entry["master_param"].add_(1)
     quiet_step(model, optimizer)
@@ -263,7 +272,8 @@ def test_D7_2048_neighbours_beside_fp32_masters_are_seen_wherever_they_are(start
 
 @pytest.mark.parametrize("name, seen", [("bf16", False), ("bf16_remainder", True), ("8bit", True)])
 def test_D7_one_element_between_the_samples_needs_the_call(name: str, seen: bool) -> None:
-    """The documented limit: beside fp32 masters a write that leaves no trace to less than the samples' distance."""
+    """The documented limit: with fp32 masters, a write that changes no version counter and is between two samples goes
+    unnoticed until resync_masters()."""
     model, optimizer = made(name)
     p = model.weights[0]
     p.data.view(-1)[1000] += 1
@@ -276,6 +286,7 @@ def test_D7_one_element_between_the_samples_needs_the_call(name: str, seen: bool
 
 
 def test_D7_a_counter_is_enough_for_one_element() -> None:
+    """A write to one element that changes the version counter is noticed."""
     model, optimizer = made("bf16")
     with torch.no_grad():
         model.weights[0].view(-1)[1000] += 1
@@ -285,6 +296,7 @@ def test_D7_a_counter_is_enough_for_one_element() -> None:
 
 
 def test_D7_only_the_block_that_was_written_loses_its_remainders() -> None:
+    """A block of remainders has 1024 elements; the others keep theirs."""
     written, plain = (made("bf16_remainder") for _ in range(2))
     written[0].weights[0].data.view(-1)[5000] += 1
     for _, optimizer in (written, plain):
@@ -299,7 +311,7 @@ def test_D7_only_the_block_that_was_written_loses_its_remainders() -> None:
 
 
 def resumed(model: Model, optimizer: torch_ext.AdamW) -> None:
-    """Saves, loads both ways round, goes on."""
+    """Saves, then loads the state between two loads of the weights, so both orders occur."""
     state, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
     model.load_state_dict(weights)
     optimizer.load_state_dict(state)
@@ -312,7 +324,7 @@ def clipped(model: Model, optimizer: torch_ext.AdamW) -> None:
 
 
 def swapped(model: Model, optimizer: torch_ext.AdamW) -> None:
-    """An average goes in, is saved, and comes out again."""
+    """Swaps an average in, saves, and swaps it out."""
     own = [p.detach().clone() for p in model.parameters()]
     for p, value in zip(model.parameters(), others(model), strict=True):
         p.data.copy_(value)
@@ -322,6 +334,7 @@ def swapped(model: Model, optimizer: torch_ext.AdamW) -> None:
 
 
 def swapped_memory(model: Model, optimizer: torch_ext.AdamW) -> None:
+    """Swaps in other tensors through `.data`, and the originals out again."""
     own = [p.data for p in model.parameters()]
     for p, value in zip(model.parameters(), others(model), strict=True):
         p.data = value
@@ -359,8 +372,8 @@ def test_what_is_no_write_changes_no_bit(what: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", WITH_MASTER)
 def test_saved_masters_during_a_swap(name: str) -> None:
-    """fp32 masters are those of the weights that come back; a remainder has no meaning beside another weight, so the
-    weight that is there is saved as its own master."""
+    """While other weights are swapped in, a saved fp32 master is still that of the original weight. A remainder means
+    nothing next to another weight, so the current weight is saved as its own master."""
     model, optimizer = made(name)
     kept = [e["master_param"].clone() for e in optimizer.state_dict()["state"].values()]
     values = others(model)
@@ -393,7 +406,8 @@ def test_error_names_a_silent_write_and_changes_nothing(name: str) -> None:
 @pytest.mark.parametrize("loud", [False, True], ids=["p.data", "p"])
 @pytest.mark.parametrize("name", ["bf16_remainder", "8bit"])
 def test_ignore_leaves_what_was_written_above_the_old_remainder(name: str, loud: bool) -> None:
-    """There is no other copy of the weight that could overwrite it."""
+    """With remainders the weight is the master's only upper half: the written value stays, and nothing can overwrite
+    it."""
     model, optimizer = made(name, on_external_write="ignore")
     remainders = [optimizer.state[p]["master_remainder"].clone() for p in model.parameters()]
     for p, value in zip(model.parameters(), others(model), strict=True):
@@ -408,6 +422,7 @@ def test_ignore_leaves_what_was_written_above_the_old_remainder(name: str, loud:
 
 
 def test_ignore_lets_the_master_overwrite_a_silent_write() -> None:
+    """With fp32 masters and "ignore", the next step restores the weight from its master."""
     (model, ignoring), (_, plain) = made("bf16", on_external_write="ignore"), made("bf16")
     for p in model.parameters():
         p.data.zero_()
@@ -438,7 +453,7 @@ def test_D5_masters_from_a_state_of_higher_precision(name: str, when: str, prefi
     assert changed > 0
     found = optimizer.master_state_dict()
     for key, value in wide.items():
-        # a remainder cannot hold the upper tie of an even weight: one fp32 ulp (G4)
+        # A remainder cannot represent the upper tie of an even weight: one fp32 ulp off (G4).
         distance = (found[key].view(torch.int32) - value.view(torch.int32)).abs()
         assert int(distance.max()) <= (1 if name in ("bf16_remainder", "8bit") else 0)
     train(optimizer, [5])
@@ -518,6 +533,8 @@ def test_opened_masters_are_the_parameters_and_their_weights_follow(name: str) -
 @pytest.mark.parametrize("how", ["read", "the mapping", "p.data =", "an exception"])
 @pytest.mark.parametrize("name", ["bf16", "bf16_remainder", "no master", "fp32"])
 def test_opened_masters(name: str, how: str) -> None:
+    """What is written to opened masters, in whichever way, is kept. Reading them, or an exception inside, changes
+    nothing."""
     (model, optimizer), (_, plain) = made(name), made(name)
     try:
         with optimizer.master_weights() as masters:
@@ -588,8 +605,8 @@ def test_opened_masters_overwrite_a_write_that_is_ignored() -> None:
 
 @pytest.mark.parametrize("name", WITH_MASTER)
 def test_opening_masters_leaves_hooks_of_gradients_where_they_are(name: str) -> None:
-    """Torch makes another node that accumulates a gradient where `.data` gets another dtype. DistributedDataParallel
-    and others put their hooks there."""
+    """torch replaces a parameter's gradient accumulation node if `.data` changes its dtype. DistributedDataParallel and
+    others put hooks on that node, which must survive."""
     model, optimizer = made(name)
     called = []
     nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in model.parameters()]
@@ -626,7 +643,7 @@ def test_average_of_masters_is_finer_than_that_of_weights() -> None:
 
 @pytest.mark.parametrize("name", WITH_MASTER)
 def test_a_raw_operator_that_writes_a_weight_is_somebody_else(name: str) -> None:
-    """A single element, at a place that no sample has: only the version counter tells."""
+    """A raw operator call that writes one element, which is no sample: only the version counter shows it."""
     model, optimizer = made(name)
     p = model.weights[0]
     flat, change = p.detach().view(-1), torch.zeros(p.numel())
@@ -639,6 +656,7 @@ def test_a_raw_operator_that_writes_a_weight_is_somebody_else(name: str) -> None
 
 @pytest.mark.parametrize("name", ["fp32", *WITH_MASTER])
 def test_a_step_counts_every_parameter_up_once_and_no_state(name: str) -> None:
+    """Each step increases every parameter's version counter by exactly 1, and no state's."""
     model, optimizer = made(name)
     states = [dict(optimizer.state[p]) for p in model.parameters()]
     seen = [[t._version for t in (p, *state.values())] for p, state in zip(model.parameters(), states, strict=True)]

@@ -1,5 +1,7 @@
-"""Random histories of one process in which features meet (tests/feature_programs.py). FEATURE_PROGRAMS=1000 runs as
-many more of them; a seed that failed once stays in SEEDS."""
+"""Random programs in one process in which features meet (tests/feature_programs.py).
+
+FEATURE_PROGRAMS=1000 runs that many more. A seed that has once failed stays in SEEDS.
+"""
 
 import os
 

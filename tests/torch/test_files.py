@@ -1,4 +1,5 @@
-"""Files: torch_ext.save replaces them whole, torch_ext.load and load_state_dict say what is wrong with them."""
+"""Checkpoint files: torch_ext.save replaces a file as a whole or not at all, and torch_ext.load says what is wrong with
+a file."""
 
 import concurrent.futures
 import contextlib
@@ -40,8 +41,6 @@ def test_a_saved_state_loads_bit_for_bit_with_weights_only(name: str, tmp_path: 
     for mmap in (False, True):
         other = optimizer_of(name)
         with torch.no_grad():
-            for p, q in zip(params_of(name), optimizer.param_groups[0]["params"], strict=True):
-                p.copy_(q)
             for p, q in zip(other.param_groups[0]["params"], optimizer.param_groups[0]["params"], strict=True):
                 p.copy_(q)
         other.load_state_dict(torch_ext.load(path, mmap=mmap)["optimizer"])
@@ -84,6 +83,8 @@ torch_ext.save({"a": torch.zeros(1 << 20), "b": Last()}, sys.argv[1])
 
 
 def test_what_a_killed_save_left_goes_with_the_next_one(tmp_path: pathlib.Path) -> None:
+    """A killed save leaves an unfinished file next to the checkpoint, which stays intact. The next save to that name
+    removes the unfinished file."""
     path, other = tmp_path / "check[point].pt", tmp_path / "other.pt"
     torch_ext.save(1, path)
     torch_ext.save(2, other)
@@ -98,7 +99,7 @@ def test_what_a_killed_save_left_goes_with_the_next_one(tmp_path: pathlib.Path) 
 
 
 class Kills:
-    """The process that pickles it."""
+    """Kills the process that pickles it."""
 
     def __reduce__(self) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -106,8 +107,9 @@ class Kills:
 
 
 def _record_before_its_begin(data: bytes) -> bytes:
-    """The archive's end says that its directory begins further on, so that all records would begin further back."""
-    at = data.rindex(b"PK\6\6") + 48  # where it begins
+    """Changes the archive's end to say that its directory begins later; all records would then begin 4096 bytes too
+    early."""
+    at = data.rindex(b"PK\6\6") + 48  # where the directory's offset is stored
     return data[:at] + struct.pack("<Q", struct.unpack_from("<Q", data, at)[0] + 4096) + data[at + 8 :]
 
 
@@ -149,7 +151,7 @@ def test_files_that_are_no_whole_checkpoint_are_refused_by_name(how: str, tmp_pa
 
 
 class _Own:
-    """An object of somebody's class."""
+    """An object of a class that torch.load does not allow."""
 
 
 @pytest.mark.parametrize("states", ["logical", "at_rest"])
@@ -209,7 +211,7 @@ def test_a_file_keeps_its_mode_and_attributes(tmp_path: pathlib.Path) -> None:
     for mode in (0o600, 0o640, 0o666, 0o755):
         path.write_text("former")
         path.chmod(mode)
-        with contextlib.suppress(OSError):  # not every file system has them
+        with contextlib.suppress(OSError):  # not every file system has user attributes
             os.setxattr(path, "user.run", b"7")
         kept = {name: os.getxattr(path, name) for name in os.listxattr(path)}
         torch_ext.save(mode, path)
@@ -232,6 +234,7 @@ def test_a_file_keeps_its_owner(tmp_path: pathlib.Path) -> None:
 
 
 def test_what_is_written_of_a_private_file_is_private_before_it_is_complete(tmp_path: pathlib.Path) -> None:
+    """The unfinished file has the mode of the file that it will replace from the start."""
     path, modes = tmp_path / "checkpoint.pt", []
     path.write_text("former")
     path.chmod(0o600)
@@ -284,14 +287,15 @@ def test_a_path_that_cannot_be_written_to_is_refused_before_anything_is_written(
     before = sorted(tmp_path.rglob("*"))
     for name, kind in refused.items():
         with pytest.raises(kind, match=name.split("/")[0]):
-            torch_ext.save(Unpicklable(), tmp_path / name)  # which would say that no space is left
+            torch_ext.save(Unpicklable(), tmp_path / name)  # raises "no space left" if it is pickled
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def in_a_fork(body: Callable[[], Any]) -> int:
-    """Its exit status, or minus the signal that ended it; 1 of an error."""
+    """Runs `body` in a forked process; returns its exit status, or minus the signal that ended it. An exception gives
+    1."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # that there are threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # the warning that the process has threads
         child = os.fork()
     if child == 0:
         try:
@@ -302,7 +306,7 @@ def in_a_fork(body: Callable[[], Any]) -> int:
 
 
 def drop_capabilities() -> None:
-    """From here on root may write to what a file's mode lets its owner, and no more (capset(2): no bits)."""
+    """Drops root's capabilities, so that file modes apply to root too (capset(2): no bits)."""
     header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     assert ctypes.CDLL(None, use_errno=True).capset(header, sets) == 0, os.strerror(ctypes.get_errno())
 
@@ -327,6 +331,7 @@ def test_a_file_that_may_not_be_written_to_is_not_replaced() -> None:
 
 
 def test_what_is_no_file_is_written_to_as_torch_does(tmp_path: pathlib.Path) -> None:
+    """A path that is no regular file, such as a pipe, is written to and not replaced."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -340,7 +345,7 @@ def test_what_is_no_file_is_written_to_as_torch_does(tmp_path: pathlib.Path) -> 
     "name", ["x" * 255, "ä" * 127, "x" * 230, "a.b", "a"], ids=["255", "127 of two", "230", "a.b", "a"]
 )
 def test_names_as_long_as_they_may_be(name: str, tmp_path: pathlib.Path) -> None:
-    """And what a killed save left goes only with one of the same name."""
+    """Also: what a killed save left behind is only removed by a save to the same name."""
     path = tmp_path / name
     others = [tmp_path / other for other in ("a", "a.b", "y" * 255) if other != name]
     for other in others:
@@ -355,6 +360,7 @@ def test_names_as_long_as_they_may_be(name: str, tmp_path: pathlib.Path) -> None
 
 
 def test_a_fifo_under_the_name_of_an_unfinished_file_hangs_nobody(tmp_path: pathlib.Path) -> None:
+    """Opening a fifo blocks. It is not a file of ours, so it is neither opened nor removed."""
     path, pipe = tmp_path / "checkpoint.pt", tmp_path / ".checkpoint.pt.0123456789abcdef.unfinished"
     os.mkfifo(pipe)
 
@@ -371,6 +377,8 @@ def test_a_fifo_under_the_name_of_an_unfinished_file_hangs_nobody(tmp_path: path
 def test_without_locks_what_is_old_is_removed(
     age: float, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """On file systems without locks, an unfinished file is removed only if it is old."""
+
     def none(descriptor: int, how: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 

@@ -1,4 +1,5 @@
-"""States of small parameters share memory and are handed to the operator as that memory; who changes one is noticed."""
+"""States of small parameters share one memory, which is passed to the operator as a whole. If other code replaces or
+changes one of the states, the optimizer must notice."""
 
 import copy
 import io
@@ -21,12 +22,13 @@ MOMENT = "exp_avg"
 
 
 def steps(optimizer: torch.optim.Optimizer, numbers: range) -> None:
-    """As training.train; looks at no state."""
+    """Like training.train, and asserts that no state tensor has been handed out."""
     train(optimizer, numbers)
     assert not access.exposed(optimizer.state)
 
 
 def memories(optimizer: torch.optim.Optimizer, key: str) -> list[int]:
+    """Returns the address of each parameter's memory for this key."""
     return [state[key].untyped_storage().data_ptr() for state in optimizer.state.values()]
 
 
@@ -60,6 +62,7 @@ def test_state_lies_in_memory_as_its_parameter_does() -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_memory_of_their_own_gives_the_same_bits(name: str) -> None:
+    """States that are replaced by clones, each in its own memory, are stepped to the same bits."""
     together, apart = (torch_ext.AdamW(params_of(name), lr=1e-2, policy=policy_of(name)) for _ in range(2))
     train(together, range(2))
     train(apart, range(2))
@@ -71,7 +74,7 @@ def test_memory_of_their_own_gives_the_same_bits(name: str) -> None:
     assert everything(together) == everything(apart)
 
 
-# -- who changes a state is noticed --------------------------------------------------------------------------------
+# -- a state that other code changes is noticed ------------------------------------------------------------------------
 
 
 def updated(state: dict[Tensor, dict[str, Any]]) -> dict[Tensor, dict[str, Any]]:
@@ -84,7 +87,7 @@ def starred(state: dict[Tensor, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
     return {"before": {}, **state}
 
 
-# How somebody can get at the entry of a parameter.
+# Every way for other code to get at the state of a parameter.
 WAYS: dict[str, Callable[[torch.optim.Optimizer, Tensor], dict[str, Any]]] = {
     "item": lambda o, p: o.state[p],
     "get": lambda o, p: o.state.get(p) or {},
@@ -105,6 +108,7 @@ WAYS: dict[str, Callable[[torch.optim.Optimizer, Tensor], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 def test_swapped_data_of_a_state_is_noticed(way: Callable[..., dict[str, Any]]) -> None:
+    """`held.data =` gives a state tensor new memory without touching the optimizer's dict."""
     optimizer, twin = (torch_ext.AdamW(params_of("fp32"), lr=1e-2) for _ in range(2))
     for o in (optimizer, twin):
         steps(o, range(2))
@@ -164,7 +168,7 @@ def test_removed_states_begin_again(remove: Callable[..., Any]) -> None:
 
 
 def test_what_our_own_loop_does_hands_out_nothing() -> None:
-    """Else every step would look at every state, which costs a third of a step of small tensors."""
+    """Once states are handed out, each step must check every state, which costs a third of a step of small tensors."""
     params = params_of("bf16")
     optimizer = torch_ext.AdamW(params[:4], lr=1e-2, policy=policy_of("bf16"))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -183,6 +187,8 @@ def test_what_our_own_loop_does_hands_out_nothing() -> None:
 
 
 def test_loading_into_a_new_optimizer_hands_out_nothing_and_into_its_own_keeps_the_mark() -> None:
+    """Loading copies the tensors of another optimizer's state dict, but uses its own, which the caller may still
+    hold."""
     first, second = (torch_ext.AdamW(params_of("fp32"), lr=1e-2) for _ in range(2))
     steps(first, range(2))
     saved = first.state_dict()
@@ -201,7 +207,7 @@ def test_state_is_copied_and_pickled_as_torchs() -> None:
         assert all(bits(a[key]) == bits(b[key]) for a, b in pairs for key in b)
 
 
-# -- and is pickled alone ------------------------------------------------------------------------------------------
+# -- a small state is pickled without the memory that it shares --------------------------------------------------------
 
 
 def _through_torch_save(value: Any) -> bytes:
@@ -210,7 +216,7 @@ def _through_torch_save(value: Any) -> bytes:
     return file.getvalue()
 
 
-# How one tensor or all of them are handed to somebody: bytes, and back. A queue of processes is sent memory to share.
+# way -> to bytes, and back. A queue between processes moves tensors to shared memory.
 PICKLED: dict[str, tuple[Callable[[Any], bytes], Callable[[bytes], Any]]] = {
     "pickle": (pickle.dumps, pickle.loads),
     "torch.save": (_through_torch_save, lambda data: torch.load(io.BytesIO(data), weights_only=True)),
@@ -219,6 +225,7 @@ PICKLED: dict[str, tuple[Callable[[Any], bytes], Callable[[bytes], Any]]] = {
 
 
 def trained(count: int, name: str) -> Any:
+    """Returns an optimizer of `count` small parameters after two steps."""
     params = [nn.Parameter(torch.full((40,), i / 8).to(BF16)) for i in range(count)]
     optimizer = torch_ext.AdamW(params, policy=policy_of(name))
     train(optimizer, range(2))
@@ -237,7 +244,7 @@ def test_one_small_state_is_pickled_without_the_others(name: str, way: str) -> N
             assert type(found) is Tensor and bits(found) == bits(value.clone()), key
             assert found.untyped_storage().nbytes() == found.nbytes, key
             assert not value.untyped_storage().is_shared(), "ours stays where it is"
-    if way != "a queue":  # which opens a file for each
+    if way != "a queue":  # a queue opens a file for each tensor
         assert len(there(many.state_dict())) < 100 * 2 * len(there(few.state_dict())), "the parts, and not their square"
 
 

@@ -1,4 +1,4 @@
-"""Accelerate with the optimizer of this library: prepares, clips, accumulates, saves its state, and goes on from it."""
+"""Hugging Face Accelerate with this library's optimizer: prepare, clip, accumulate, save, and resume bit for bit."""
 
 import math
 import pathlib
@@ -20,13 +20,13 @@ STEPS, HALF, MAX_NORM = 6, 3, 0.05
 def prepared(
     name: str, precision: str, scaler: Any = None, accumulate: int = 1, **options: Any
 ) -> tuple[Any, torch.nn.Module, Any, Any]:
-    """accelerator, model, optimizer, schedule, as users get them from `prepare`."""
+    """Returns the accelerator, model, optimizer and schedule, as users get them from `prepare`."""
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerate.state.GradientState._reset_state()
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=accumulate)
     if scaler is not None:
         accelerator.scaler = scaler
-        accelerator.native_amp = True  # which Accelerate sets where it makes a scaler itself: not on a CPU
+        accelerator.native_amp = True  # Accelerate sets it if it creates a scaler itself, which it does not do on a CPU
     dtype, config = POLICIES[name]
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 1)).to(dtype)
@@ -37,7 +37,8 @@ def prepared(
 
 
 def run(made: Any, steps: range, ours: bool = False, bad: int | None = None, parts: int = 1) -> list[float]:
-    """Trains; the norms that were clipped. ours: by torch_ext's function. bad: a step with a gradient of Inf."""
+    """Trains and returns the gradient norms. ours: clip with torch_ext's function. bad: the step that gets a gradient
+    of Inf."""
     accelerator, model, optimizer, schedule = made
     dtype = next(model.parameters()).dtype
     norms = []
@@ -65,7 +66,7 @@ def scaler_of(**settings: Any) -> torch_ext.GradScaler:
     return torch_ext.load_policy(torch.float16, override_optimizer_config=chosen).grad_scaler()
 
 
-# policy, mixed_precision, scaler of ours
+# case -> policy, mixed_precision, whether our scaler is used
 CASES = {
     "no, fp32": ("fp32", "no", False),
     "no, bf16 and masters": ("bf16", "no", False),
@@ -102,7 +103,8 @@ def test_D4_state_of_accelerate_goes_on_bit_for_bit(tmp_path: pathlib.Path, case
 
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
 def test_D4_part_of_the_optimizer_on_the_host_goes_on_bit_for_bit(tmp_path: pathlib.Path, fraction: float) -> None:
-    """And as if it were on the device: its state is in checkpoints, not in `optimizer.state`."""
+    """The bits are also those of an optimizer that is wholly on the device. State on the host is in checkpoints, not in
+    `optimizer.state`."""
 
     def found(made: Any) -> list[bytes]:
         states = made[2].state_dict()["state"].values()
@@ -121,7 +123,7 @@ def test_D4_part_of_the_optimizer_on_the_host_goes_on_bit_for_bit(tmp_path: path
 
 
 def test_prepare_moves_no_weight_and_no_counter() -> None:
-    """It loads what state_dict() returned (E11)."""
+    """`prepare` loads what state_dict() has returned (E11)."""
     _, _, optimizer, _ = prepared("bf16_remainder", "no")
     assert {float(state["step"]) for state in optimizer.state.values()} == {0.0}
     _, plain, made, _ = prepared("bf16_remainder", "no")
@@ -132,7 +134,8 @@ def test_prepare_moves_no_weight_and_no_counter() -> None:
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
 def test_clip_with_what_prepare_returned(scaled: bool) -> None:
-    """The step of the optimizer inside multiplies by the coefficient: the same as accelerator.clip_grad_norm_."""
+    """torch_ext.clip_grad_norm_ accepts Accelerate's wrapper. The wrapped optimizer's step applies the coefficient,
+    with the result of accelerator.clip_grad_norm_."""
     runs = []
     for ours in (False, True):
         made = prepared("fp32", "fp16" if scaled else "no", scaler_of() if scaled else None)

@@ -1,5 +1,5 @@
-"""torch.compile'd models: the optimizer steps what eager models train, under the same names, and states go both
-ways."""
+"""Models under torch.compile: the optimizer trains them to the bits of eager models, parameters keep their names, and
+states load from compiled into eager models and back."""
 
 import copy
 import math
@@ -45,7 +45,7 @@ def per_block(model: Any) -> Any:
     return model
 
 
-# How the model is compiled -> a function, and the prefixes of its parameters' names.
+# how the model is compiled -> the function that does it, and a prefix that its parameters' names get
 WAYS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "whole": (whole, "_orig_mod."),
     "in place": (in_place, ""),
@@ -71,7 +71,7 @@ def optimizer_of(model: nn.Module, name: str) -> torch_ext.AdamW:
 @pytest.mark.parametrize("name", ["fp32", "bf16", "8bit"])
 @pytest.mark.parametrize("way", WAYS)
 def test_compiled_models_train_as_eager_ones_and_resume(way: str, name: str) -> None:
-    """Thresholds of dithered moments go by names, so these must be the same, too."""
+    """The thresholds of dithered moments depend on parameter names, so the names must be recognized as equal."""
     torch._dynamo.reset()
     compiling, prefix = WAYS[way]
     eager = network(POLICIES[name][0])
@@ -129,7 +129,7 @@ def test_inductor_trains_what_eager_trains() -> None:
 
 
 def test_loop_with_the_step_in_it_compiles_around_the_step() -> None:
-    """The step is left to Python (torch.compiler.disable): what is around it is compiled, and the bits are the same."""
+    """step() runs uncompiled (torch.compiler.disable); the code around it is compiled, and the bits are the same."""
     torch._dynamo.reset()
     results = []
     for compiled in (False, True):

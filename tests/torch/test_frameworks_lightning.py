@@ -1,4 +1,5 @@
-"""Lightning with the optimizer of this library: closures, precisions, clipping, checkpoints, averages of weights."""
+"""Lightning and Fabric with this library's optimizer: closures, precisions, clipping, checkpoints, averages of
+weights."""
 
 import pathlib
 import pickle
@@ -23,7 +24,7 @@ BATCHES, EPOCHS, MAX_NORM = 3, 2, 0.05
 
 
 def module_of(dtype: torch.dtype, manual: bool = False, **options: Any) -> Any:
-    """A LightningModule; `norms` are those that were clipped."""
+    """Returns a LightningModule; its `norms` are the gradient norms at each clip."""
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
@@ -49,7 +50,7 @@ def module_of(dtype: torch.dtype, manual: bool = False, **options: Any) -> Any:
             loss = self.loss(x)
             if manual:
                 optimizer = self.optimizers()
-                self.manual_backward(loss / 2)  # of a backward whose gradients are clipped and then dropped
+                self.manual_backward(loss / 2)  # this backward's gradients are clipped and then dropped
                 torch_ext.clip_grad_norm_(optimizer, MAX_NORM)
                 optimizer.zero_grad(set_to_none=index == 0)
                 self.manual_backward(self.loss(x))
@@ -76,7 +77,8 @@ def fit(
     validate: bool = False,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """The Trainer and its optimizer after `epochs`; resumed from what an earlier one left in the folder or not."""
+    """Returns the Trainer and its optimizer after `epochs`. resume: it started from the checkpoint that an earlier run
+    left in the folder."""
     dtype = next(module.parameters()).dtype
     x = torch.randn(4 * BATCHES, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=4)
@@ -114,14 +116,14 @@ def test_lightning_clips_as_a_plain_loop_does(tmp_path: pathlib.Path, manual: bo
 
 
 def mixed_16(settings: Any = None) -> dict[str, Any]:
-    """16-mixed: on a CPU Lightning takes it only with a scaler that it is given."""
+    """Returns the Trainer options for 16-mixed. On a CPU Lightning needs to be given a scaler for it."""
     chosen = {"initial_loss_scale": 64.0, "loss_scale_window": 2} | (settings or {})
     scaler = torch_ext.load_policy(torch.float16, override_optimizer_config=chosen).grad_scaler()
     return {"plugins": [lightning.plugins.MixedPrecision("16-mixed", "cpu", scaler=scaler)]}
 
 
 FP32, BF16 = torch.float32, torch.bfloat16
-# dtype of the module, options of the module, options of the Trainer
+# case -> dtype of the module, options of the module, options of the Trainer
 CASES: dict[str, tuple[torch.dtype, dict[str, Any], dict[str, Any]]] = {
     "32-true": (FP32, {}, {}),
     "bf16 model": (BF16, {}, {}),
@@ -158,7 +160,8 @@ def test_D4_lightning_resumes_bit_for_bit(tmp_path: pathlib.Path, case: str) -> 
 def test_D4_average_that_is_swapped_in_validated_and_saved_leaves_the_masters(
     tmp_path: pathlib.Path, name: str
 ) -> None:
-    """Lightning's EMA callback writes through `.data` around each validation, and saves the average as the model."""
+    """Lightning's EMA callback writes through `.data` around each validation and saves the average as the model.
+    Masters must not follow it."""
     dtype, config = POLICIES[name]
     policy = torch_ext.load_policy(dtype, override_optimizer_config=config)
 
@@ -225,12 +228,12 @@ def test_the_callback_gives_the_weights_back_and_refuses_an_optimizer_without_an
     with pytest.raises(KeyError, match="of the user"):
         fit(tmp_path, module, 1, callbacks=[torch_ext.lightning_ema_callback(), Broken()], validate=True)
     (optimizer,) = [module.trainer.optimizers[0]]
-    for name, master in optimizer.master_state_dict().items():  # which is a RuntimeError within ema_weights()
+    for name, master in optimizer.master_state_dict().items():  # master_state_dict raises within ema_weights()
         assert torch.equal(module.get_parameter(str(name)).detach(), master.bfloat16())
 
 
 class Overflow:
-    """A gradient of Inf in the step of that number."""
+    """A callback that makes a gradient Inf in the given step."""
 
     def __new__(cls, step: int) -> Any:
         class Callback(lightning.Callback):
@@ -257,7 +260,8 @@ def test_G3_lightning_refuses_to_clip_where_the_step_unscales(tmp_path: pathlib.
 
 
 def test_two_optimizers_that_are_toggled(tmp_path: pathlib.Path) -> None:
-    """toggle_optimizer freezes the other one's parameters for a while: their state stays, and so do they."""
+    """toggle_optimizer freezes the other optimizer's parameters temporarily: neither they nor their state may
+    change."""
 
     class Two(lightning.LightningModule):
         def __init__(self) -> None:
@@ -288,7 +292,8 @@ def test_two_optimizers_that_are_toggled(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize("ours", [False, True], ids=["fabric.clip_gradients", "torch_ext.clip_grad_norm_"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
 def test_D4_fabric_resumes_bit_for_bit(tmp_path: pathlib.Path, precision: str, ours: bool) -> None:
-    """Under bf16-true the weights become bf16 after the optimizer was made: it follows."""
+    """Under bf16-true Fabric converts the weights to bf16 after the optimizer was created; the optimizer must
+    follow."""
 
     def made() -> tuple[Any, Any, Any]:
         fabric = lightning_fabric.Fabric(accelerator="cpu", devices=1, precision=precision)
@@ -328,7 +333,8 @@ WRAPPERS = {
 @pytest.mark.parametrize("wrapper", ["Lightning", "Fabric"])
 @pytest.mark.parametrize("dropped", [False, True], ids=["clip", "clip, zero_grad"])
 def test_what_is_done_to_a_wrapper_is_done_to_the_optimizer(wrapper: str, dropped: bool) -> None:
-    """Wrappers have our methods, and attributes of their own: what a method sets there the step would never see."""
+    """Wrappers have our methods but attributes of their own: what a method set on the wrapper would never reach the
+    step."""
     runs = []
     for name in (wrapper, "none"):
         params = params_of("bf16")
@@ -337,7 +343,8 @@ def test_what_is_done_to_a_wrapper_is_done_to_the_optimizer(wrapper: str, droppe
         for step in range(3):
             grads = [p.grad for p in params]
             set_grads(params, step)
-            for p, grad in zip(params, grads, strict=True):  # as a backward adds to what zero_grad left
+            # Like a backward that accumulates into the memory that zero_grad kept.
+            for p, grad in zip(params, grads, strict=True):
                 if grad is not None:
                     p.grad = grad.copy_(p.grad)
             torch_ext.clip_grad_norm_(wrapped, 0.01)

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer with the optimizer of this library: trains, clips, saves, and resumes bit for bit."""
+"""Hugging Face's Trainer with this library's optimizer: it trains, clips, saves, and resumes bit for bit."""
 
 import pathlib
 import warnings
@@ -50,7 +50,7 @@ def arguments(folder: pathlib.Path, **options: Any) -> Any:
 
 
 def trained(folder: pathlib.Path, name: str, way: str, resume: bool = False, **options: Any) -> Any:
-    """A Trainer after its last step; its run resumed at HALF or not."""
+    """Returns a Trainer after its last step. resume: it started from the checkpoint at HALF."""
     dtype, config = POLICIES[name]
     model = llama(dtype)
     policy = torch_ext.load_policy(model, override_optimizer_config=config)
@@ -66,7 +66,7 @@ def trained(folder: pathlib.Path, name: str, way: str, resume: bool = False, **o
     return trainer
 
 
-# how the Trainer gets the optimizer, policy, what the Trainer does besides
+# case -> how the Trainer gets the optimizer, policy, further training arguments
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "fp32": ("optimizers", "fp32", {}),
     "bf16, masters": ("optimizers", "bf16", {}),
@@ -98,7 +98,7 @@ def test_trainer_clips_and_accumulates_as_a_plain_loop_does(tmp_path: pathlib.Pa
     plain = llama(torch.bfloat16)
     optimizer = torch_ext.AdamW(plain.named_parameters(), lr=1e-2)
     schedule = transformers.get_linear_schedule_with_warmup(optimizer, 2, STEPS)
-    # The Trainer's own order of the data set, and its own loss: a mean over the tokens of all micro-batches.
+    # The Trainer's order of the data set, and its loss: a mean over the tokens of all micro-batches.
     for batches in orders(trainer):
         count = sum((batch["labels"][:, 1:] != -100).sum() for batch in batches)
         for batch in batches:
@@ -111,7 +111,7 @@ def test_trainer_clips_and_accumulates_as_a_plain_loop_does(tmp_path: pathlib.Pa
 
 
 def orders(trainer: Any) -> list[list[dict[str, torch.Tensor]]]:
-    """The micro-batches of each step, in the Trainer's order."""
+    """Returns the micro-batches of each step, in the Trainer's order."""
     transformers.set_seed(trainer.args.seed)
     loader = trainer.get_train_dataloader()
     batches = [batch for _ in range(2) for batch in loader]
@@ -119,7 +119,7 @@ def orders(trainer: Any) -> list[list[dict[str, torch.Tensor]]]:
 
 
 def test_model_of_a_checkpoint_alone_seeds_the_masters(tmp_path: pathlib.Path) -> None:
-    """save_only_model: there is no optimizer to resume, so masters are the loaded weights (D2)."""
+    """save_only_model: there is no optimizer state to resume from, so masters start as the loaded weights (D2)."""
     trained(tmp_path, "bf16", "optimizers", save_only_model=True)
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / f"checkpoint-{HALF}", dtype=torch.bfloat16)
     model = llama(torch.bfloat16)
@@ -137,7 +137,8 @@ def test_model_of_a_checkpoint_alone_seeds_the_masters(tmp_path: pathlib.Path) -
 
 
 def averaging(folder: pathlib.Path, resume: bool = False, callback: bool = True, **options: Any) -> Any:
-    """A Trainer after its last step, of a bf16 model whose optimizer keeps an average."""
+    """Returns a Trainer after its last step, for a bf16 model whose optimizer keeps an average. callback: with
+    torch_ext.trainer_ema_callback."""
     model = llama(torch.bfloat16)
     optimizer = torch_ext.AdamW(model.named_parameters(), lr=1e-2, ema_decay=0.5, ema_dtype=torch.float32)
     settings = {"eval_strategy": "steps", "eval_steps": HALF, "save_strategy": "steps"} | options
@@ -159,6 +160,7 @@ def weights(model: torch.nn.Module) -> list[bytes]:
 
 
 def of_checkpoint(folder: pathlib.Path, name: str) -> Any:
+    """Loads a checkpoint's model."""
     return transformers.LlamaForCausalLM.from_pretrained(folder / name, dtype=torch.bfloat16)
 
 
@@ -188,7 +190,8 @@ def test_averages_are_evaluated_and_saved_and_what_is_resumed_is_the_training(tm
 
 def test_the_best_model_at_the_end_is_the_average_of_the_best_checkpoint(tmp_path: pathlib.Path) -> None:
     settings = {"load_best_model_at_end": True, "metric_for_best_model": "eval_first_loss", "greater_is_better": True}
-    trainer = averaging(tmp_path, **settings)  # the largest loss: that of the first checkpoint
+    # With greater_is_better, the checkpoint with the largest loss is the best: the first one.
+    trainer = averaging(tmp_path, **settings)
     best = pathlib.Path(trainer.state.best_model_checkpoint)
     assert best.name == f"checkpoint-{HALF}"
     assert weights(trainer.model) == weights(of_checkpoint(best, "ema"))

@@ -1,4 +1,5 @@
-"""step_in_backward=True of an optimizer: the bits of a step after backward, and no gradients left to keep."""
+"""step_in_backward=True: the optimizer steps during backward, with the bits of a step after it, and gradients are freed
+as backward proceeds."""
 
 import contextlib
 import copy
@@ -18,11 +19,12 @@ import torch_ext
 BF16, FP32 = torch.bfloat16, torch.float32
 
 SMALL, LARGE = 40, 520
-"""Widths: of layers that are stepped together, and one by one."""
+"""Layer widths. SMALL layers are stepped together, LARGE ones one by one."""
 
 
 class Net(torch.nn.Module):
-    """Tied weights, a frozen parameter, one that only some batches use, one that is not dense."""
+    """A model with tied weights, a frozen parameter, a layer that only some batches use, and a weight that is not
+    contiguous."""
 
     def __init__(self, dtype: torch.dtype = BF16, width: int = SMALL, layers: int = 4) -> None:
         super().__init__()
@@ -61,6 +63,7 @@ def _bits(net: torch.nn.Module) -> list[bytes]:
 def _trained(
     early: bool, kind: Any = torch_ext.AdamW, dtype: torch.dtype = BF16, width: int = SMALL, **options: Any
 ) -> tuple[Any, Any]:
+    """Returns a model and its optimizer after five steps. early: the optimizer steps in backward."""
     net = _net(dtype=dtype, width=width)
     optimizer = kind(_groups(net), lr=0.01, step_in_backward=early, **options)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
@@ -101,7 +104,8 @@ def test_every_class(kind: Any) -> None:
 
 
 def test_gradients_that_exist_at_a_time() -> None:
-    """The largest one, beside what is stepped together."""
+    """At any time the gradients in memory are the largest one plus those of small parameters, which wait to be stepped
+    together."""
     width, peak = 600, 0
     net = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(12)))
     optimizer = torch_ext.AdamW(net.parameters(), step_in_backward=True)
@@ -128,7 +132,7 @@ class _Stop(Exception):
 
 
 class _Random(torch.nn.Module):
-    """A graph that a seed makes: layers that are used several times, in any order, or not at all."""
+    """A random model: layers that are used once, several times, in any order, or not at all."""
 
     def __init__(self, chosen: random.Random) -> None:
         super().__init__()
@@ -154,15 +158,15 @@ def _stop(_: torch.Tensor) -> None:
 
 
 def _named_by(optimizer: Any) -> list[str]:
-    """Whom step() says that a backward stepped before it raised."""
+    """Returns the parameters that step()'s error says were stepped before the backward raised."""
     with pytest.raises(RuntimeError, match="after a backward that raised when it had stepped") as caught:
         optimizer.step()
     return re.findall(r"'(layers\.\d\.\w+)'", str(caught.value))
 
 
 def _program(seed: int, early: bool, known: list[list[str]] | None = None) -> tuple[list[bytes], list[list[str]]]:
-    """The weights after it. Where a backward raises: with `early`, the names of those that were stepped; else those
-    that `known` has are stepped."""
+    """Runs a random training and returns its weights and, for each backward that raised, the names of the parameters
+    that were already stepped. With early=False each such step is taken for the parameters in `known` only."""
     chosen = random.Random(seed)
     torch.manual_seed(seed)
     net = _Random(chosen)
@@ -283,6 +287,8 @@ def test_what_is_refused(does: Callable[[Net, Any], None], says: str) -> None:
 
 @pytest.mark.parametrize("twice", [True, False], ids=["one parameter twice", "one after the other"])
 def test_reentrant_checkpoints_are_backwards_of_their_own(twice: bool) -> None:
+    """Activation checkpointing with use_reentrant=True runs backwards inside the backward. They count as further
+    backwards before step(), so they raise."""
     net, optimizer = _made()
     x = _inputs(0).requires_grad_()
     for layer in net.layers[1], net.layers[1 if twice else 2]:
@@ -302,6 +308,8 @@ def test_one_parameter_of_two_optimizers() -> None:
 
 
 def _raised() -> tuple[Net, Any]:
+    """Returns a model of four layers and its optimizer after a backward that raised once layers 2 and 3 were
+    stepped."""
     net = _net(width=LARGE)
     optimizer = torch_ext.AdamW(net.named_parameters(), lr=0.01, step_in_backward=True)
     hidden = net.layers[1](net.layers[0](_inputs(0, width=LARGE)))
@@ -339,10 +347,11 @@ def test_a_checkpoint_after_a_backward_that_raised() -> None:
     assert _bits(net) == _bits(expected)
 
 
-# -- around it ---------------------------------------------------------------------------------------------------------
+# -- copies, checkpoints, groups, interrupts ---------------------------------------------------------------------------
 
 
 def _goes_on(net: Any, optimizer: Any) -> list[bytes]:
+    """Takes three more steps and returns the weights."""
     for step in range(5, 8):
         optimizer.zero_grad()
         net(_inputs(step)).backward()
@@ -391,6 +400,7 @@ def test_a_shallow_copy_steps_nothing_twice() -> None:
 
 
 def test_zero_grad_in_place_of_step() -> None:
+    """After a backward that stepped, zero_grad() completes the step as step() does."""
     net, optimizer = _made()
     for step in range(2):
         net(_inputs(step)).backward()
@@ -436,8 +446,8 @@ def test_a_backward_within_master_weights() -> None:
 
 
 def _interrupted(at: int | None, width: int) -> tuple[dict[str, tuple[int, bytes]], int]:
-    """After two steps, and a third whose backward Ctrl-C ends at a point (0: nowhere; None: there is no third one): how
-    often each parameter was stepped, and its bits; and how many points there are."""
+    """Takes two steps, and a third whose backward is interrupted (Ctrl-C) at point `at`; at=0: not interrupted,
+    at=None: no third step. Returns how often each parameter was stepped and its bytes, and the number of points."""
     net, points = _net(width=width, layers=2), Interrupt(at or 0)
     optimizer = torch_ext.AdamW(net.named_parameters(), lr=0.1, step_in_backward=True)
     for seed in range(2 if at is None else 3):
@@ -455,7 +465,7 @@ def _interrupted(at: int | None, width: int) -> tuple[dict[str, tuple[int, bytes
 
 @pytest.mark.parametrize("width", [SMALL, LARGE])
 def test_nothing_is_stepped_twice_after_an_interrupt(width: int) -> None:
-    """Between the operator and the note that it is done, say."""
+    """A critical point is between the operator call and the record that the parameter was stepped."""
     (before, _), (after, count) = _interrupted(None, width), _interrupted(0, width)
     draw = random.Random(width)
     points = [draw.randint(1, count) for _ in range(5)] + list(range(count - 40, count, 1 if width == SMALL else 4))

@@ -1,4 +1,5 @@
-"""What a step says of itself when it is asked: numbers, table, warnings; and that others are as they were."""
+"""Optimizer.measure_health() and health(): the numbers, the table and the warnings of one step; and that other steps
+are not affected."""
 
 import copy
 import re
@@ -71,6 +72,7 @@ def test_it_prints_a_table_and_gives_numbers_to_loggers() -> None:
 
 
 def test_only_the_next_step_measures_and_no_bit_is_another() -> None:
+    """measure_health() affects one step, and not its result."""
     (a, measured), (b, plain) = trained(states="8bit"), trained(states="8bit")
     for i in range(4):
         if i == 1:
@@ -82,6 +84,7 @@ def test_only_the_next_step_measures_and_no_bit_is_another() -> None:
 
 
 def _warnings(model: torch.nn.Module, optimizer: torch_ext.AdamW, steps: int = 0) -> str:
+    """Returns the warnings of a measured step, after `steps` others."""
     for _ in range(steps):
         step(model, optimizer)
     optimizer.measure_health()
@@ -126,6 +129,7 @@ def test_a_warning_of_weights_near_the_end_of_float16() -> None:
 
 @pytest.mark.parametrize("first", ["load", "step"])
 def test_a_load_forgets_neither_what_was_asked_nor_what_was_measured(first: str) -> None:
+    """Loads a state between measure_health() and the step, or after the step."""
     model = torch.nn.Linear(8, 8).bfloat16()
     optimizer = torch_ext.AdamW(model.parameters())
     saved = copy.deepcopy(optimizer.state_dict())
@@ -160,7 +164,7 @@ def test_nothing_measured_is_an_error_that_says_what_to_do() -> None:
         optimizer.health()
 
 
-# -- where it meets something else -------------------------------------------------------------------------------------
+# -- together with other features --------------------------------------------------------------------------------------
 
 
 def _elements(optimizer: torch_ext.AdamW) -> dict[str, int]:
@@ -170,7 +174,8 @@ def _elements(optimizer: torch_ext.AdamW) -> dict[str, int]:
 @pytest.mark.parametrize("numel", [1, 5, 130, 1024, 1025, 3000])
 @pytest.mark.parametrize("states", ["bf16", "bf16_remainder", "8bit"])
 def test_what_others_wrote_is_no_update(states: Any, numel: int) -> None:
-    """Remainders of a block that was written to are dropped before the step, of a tail, too."""
+    """The remainders of a block that was written externally are dropped before the step, also in an incomplete last
+    block; the write must not count as an update."""
     torch.manual_seed(0)
     p = torch.nn.Parameter(torch.randn(numel).to(BF16))
     optimizer = torch_ext.AdamW([("p", p)], lr=1e-5, states=states)
@@ -218,6 +223,7 @@ def test_what_is_frozen_after_the_step_was_measured() -> None:
 
 
 def test_a_state_that_is_loaded_forgets_no_question_and_no_answer() -> None:
+    """Loads a state that has taken steps, between measure_health() and the step and again after the step."""
     model, optimizer = trained()
     step(model, optimizer)
     optimizer.measure_health()

@@ -1,5 +1,5 @@
-"""Hyper-parameters that are no numbers, as configuration files and the command line give them, are refused when the
-optimizer is made, by name and value; every kind of number is the number that it is."""
+"""Hyper-parameters that are not numbers, as from configuration files and command lines: a TypeError names the key and
+the value when the optimizer is created. Every kind of number is accepted with its exact value."""
 
 import decimal
 import fractions
@@ -25,11 +25,11 @@ def one() -> nn.Parameter:
 
 
 class Text(str):
-    """What a configuration library may give."""
+    """A str subclass, as configuration libraries use."""
 
 
-# No numbers, though float() reads some of them.
-NONE_OF_THEM: dict[str, Any] = {
+# Not numbers, although float() accepts some of them.
+NOT_NUMBERS: dict[str, Any] = {
     "text": "1e-3",
     "text that is no number": "fast",
     "no text": "",
@@ -51,7 +51,7 @@ KEYS = {
     "betas[0]": lambda value: {"betas": (value, 0.999)},
     "betas[1]": lambda value: {"betas": [0.9, value]},
 }
-# What betas as a whole may not be.
+# Values that betas as a whole may not have.
 BETAS: dict[str, Any] = {
     "text": "0.9,0.999",
     "text of two characters": "09",
@@ -72,6 +72,7 @@ def group(options: dict[str, Any]) -> None:
 
 
 def added(options: dict[str, Any]) -> None:
+    """Adds a group. The optimizer must still work if that raises."""
     optimizer = torch_ext.AdamW([one()])
     try:
         optimizer.add_param_group({"params": [one()]} | options)
@@ -82,6 +83,7 @@ def added(options: dict[str, Any]) -> None:
 
 
 def loaded(options: dict[str, Any]) -> None:
+    """Loads a state with these values. The group must not change if that raises."""
     optimizer = torch_ext.AdamW([one()])
     saved = optimizer.state_dict()
     saved["param_groups"][0] |= options
@@ -93,7 +95,7 @@ def loaded(options: dict[str, Any]) -> None:
 
 
 def written(options: dict[str, Any]) -> None:
-    """Into a group, between two steps."""
+    """Writes into a group between two steps."""
     optimizer = torch_ext.AdamW([one()])
     params = optimizer.param_groups[0]["params"]
     set_grads(params, 0)
@@ -106,7 +108,7 @@ def written(options: dict[str, Any]) -> None:
         assert everything(optimizer) == before
 
 
-# Where a value may come from -> what the message says before its name.
+# where a value comes from -> how the message begins
 PLACES = {
     constructor: "",
     group: "group 1: ",
@@ -118,9 +120,9 @@ PLACES = {
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
 @pytest.mark.parametrize("key", KEYS)
-@pytest.mark.parametrize("value", NONE_OF_THEM)
+@pytest.mark.parametrize("value", NOT_NUMBERS)
 def test_what_is_no_number_is_refused_by_name_and_value(value: str, key: str, place: Any) -> None:
-    given = NONE_OF_THEM[value]
+    given = NOT_NUMBERS[value]
     with pytest.raises(TypeError) as refusal:
         place(KEYS[key](given))
     message = str(refusal.value)
@@ -173,7 +175,7 @@ def test_numbers_that_are_not_legal(case: str) -> None:
         torch_ext.AdamW([one()], **options)
 
 
-# Makers of one number as every kind that torch takes, and a few more.
+# Constructors of every kind of number that torch accepts, and a few more.
 NUMBERS = {
     "float": float,
     "numpy float32": np.float32,
@@ -213,10 +215,11 @@ def test_whole_numbers_are_taken_as_torch_takes_them(kind: str) -> None:
 
 
 def test_whatever_torch_refuses_is_refused() -> None:
-    """Random options, each value of a random kind: where torch's constructor raises, ours does, and naming the key."""
+    """Random values of random kinds: if torch's constructor raises, ours must too, with a message that begins with the
+    key."""
     rng = random.Random(0)
     good = [0.5, 0, 0.0, np.float32(0.25)]
-    bad = [*NONE_OF_THEM.values(), -0.5, math.nan]
+    bad = [*NOT_NUMBERS.values(), -0.5, math.nan]
     refused = 0
     for key, _ in itertools.product(["lr", "eps", "weight_decay", "betas[0]", "betas[1]"], range(40)):
         value = rng.choice(good + bad)
@@ -225,7 +228,7 @@ def test_whatever_torch_refuses_is_refused() -> None:
             torch.optim.AdamW([one()], foreach=False, **options)
         except Exception:
             refused += 1
-            if isinstance(value, int | np.float32):  # torch wants both betas to be floats
+            if isinstance(value, int | np.float32):  # torch requires both betas to be floats; ours does not
                 continue
             with pytest.raises((TypeError, ValueError)) as refusal:
                 torch_ext.AdamW([one()], **options)

@@ -1,4 +1,4 @@
-"""Who holds an object: running code, or frames of tracebacks that somebody keeps."""
+"""in_use(): whether an object is still held by running code, or only by frames of tracebacks that have been kept."""
 
 import functools
 import threading
@@ -12,7 +12,7 @@ from torch_ext.parallel.in_use import in_use
 
 
 class Thing:
-    """Like an optimizer: it holds itself, through what others put into it."""
+    """Like an optimizer, which is part of reference cycles."""
 
     def __init__(self) -> None:
         self.own = [self]
@@ -31,7 +31,8 @@ def _let_go() -> Iterator[None]:
 
 
 def _failed(thing: Thing, *, keep: Callable[[BaseException], object]) -> None:
-    """The error's frames hold the thing, as variables of several functions."""
+    """Raises and catches an error whose traceback's frames hold the thing, as variables of several functions; gives the
+    error to `keep`."""
     also = {"thing": thing}
     try:
         also["thing"].raises()
@@ -47,6 +48,8 @@ def _by_traceback() -> "weakref.ref[Thing]":
 
 
 def _by_error_of_a_generator() -> "weakref.ref[Thing]":
+    """The error was raised in a generator, whose frame holds the thing."""
+
     def steps(thing: Thing) -> Iterator[None]:
         yield
         thing.raises()
@@ -62,6 +65,7 @@ def _by_error_of_a_generator() -> "weakref.ref[Thing]":
 
 
 def _by_what_only_frames_hold() -> "weakref.ref[Thing]":
+    """The thing is held by objects that only the traceback's frames hold."""
     thing = Thing()
     scheduler = {"optimizer": [functools.partial(thing.raises)]}
     try:

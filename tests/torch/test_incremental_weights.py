@@ -1,4 +1,4 @@
-"""IncrementalWeights: every version that is there is the trainer's bit for bit, wherever a save was cut short."""
+"""IncrementalWeights: every version in the folder has the trainer's bits, at whatever point a save was interrupted."""
 
 import os
 import pathlib
@@ -26,7 +26,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def saved(folder: pathlib.Path, versions: int, full_every: int = 3) -> dict[int, dict[str, Tensor]]:
-    """The weights of each version, which are in the folder."""
+    """Saves that many versions to the folder; returns the weights of each."""
     trainer = Trainer()
     saver = torch_ext.IncrementalWeights(folder, trainer.publisher, full_every=full_every)
     found = {}
@@ -39,7 +39,7 @@ def saved(folder: pathlib.Path, versions: int, full_every: int = 3) -> dict[int,
 
 @pytest.fixture
 def moments(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Iterator[list[pathlib.Path]]:
-    """Copies of the folder "weights" before and after everything that saves do to files."""
+    """Yields a list of copies of the folder "weights": one before and one after each file operation of a save."""
     found: list[pathlib.Path] = []
     copying, opened = False, open
 
@@ -47,7 +47,7 @@ def moments(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Iterator
         nonlocal copying
         if not copying and (tmp_path / "weights").is_dir():
             found.append(tmp_path / f"moment {len(found)}")
-            copying = True  # which does such things itself
+            copying = True  # copytree calls the watched functions too
             shutil.copytree(tmp_path / "weights", found[-1])
             copying = False
 
@@ -73,10 +73,12 @@ def moments(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Iterator
 def test_a_kill_at_any_moment_leaves_a_version(
     seed: int, policy: str, moments: list[pathlib.Path], tmp_path: pathlib.Path
 ) -> None:
-    """Random steps, writes by others, saves, missed saves, restarts; a moment's folder is what a kill there leaves."""
+    """Random steps, external writes, saves, missed saves and restarts. A copy of the folder at some moment is what a
+    kill at that moment would leave."""
     draw = random.Random(seed)
-    truth: list[tuple[int, int, dict[str, Tensor]]] = []  # of each save: moments until it began and ended, weights
-    for _ in range(2):  # jobs, one after the other
+    # Per save: number of moments at its begin and at its end, weights.
+    truth: list[tuple[int, int, dict[str, Tensor]]] = []
+    for _ in range(2):  # two jobs in succession
         trainer = Trainer(policy, exact=draw.random() < 0.5)
         saver = torch_ext.IncrementalWeights(tmp_path / "weights", trainer.publisher, full_every=draw.choice([1, 2, 5]))
         for _ in range(draw.randrange(2, 6)):
@@ -85,7 +87,7 @@ def test_a_kill_at_any_moment_leaves_a_version(
                 with torch.no_grad():
                     trainer.params[draw.randrange(len(trainer.params))].mul_(1.25)
             if draw.random() < 0.2:
-                trainer.publisher.publish()  # a version that nobody saves
+                trainer.publisher.publish()  # a version that is not saved
             begun = len(moments)
             saver.save(trainer.publisher.publish() if draw.random() < 0.5 else None)
             truth.append((begun, len(moments), weights(trainer.model)))
@@ -117,7 +119,7 @@ def test_each_version_since_the_last_full_one_loads(tmp_path: pathlib.Path) -> N
 
 
 def test_damage_is_named_and_changes_no_weight(tmp_path: pathlib.Path) -> None:
-    """Bit flips, truncations, files that change places or are gone: of every file."""
+    """Every file is damaged by bit flips, truncation, extension, or another file's content."""
     draw, truth = random.Random(1), saved(tmp_path / "good", 7, full_every=4)
     names = sorted(name for name in os.listdir(tmp_path / "good") if not name.endswith("run000001"))
     assert [name[-5:] for name in names] == [".full", "delta", "delta", "delta"]
@@ -154,7 +156,7 @@ def test_files_that_are_gone_are_named(tmp_path: pathlib.Path) -> None:
     for name in os.listdir(tmp_path / "good"):
         shutil.copytree(tmp_path / "good", tmp_path / "bad")
         (tmp_path / "bad" / name).unlink()
-        if name.endswith("00000007.0of1.delta"):  # as if it had never been saved
+        if name.endswith("00000007.0of1.delta"):  # then it is as if that version had never been saved
             assert loaded(tmp_path / "bad")[0] == 6
         else:
             with pytest.raises(ValueError, match="missing") as caught:

@@ -1,4 +1,4 @@
-"""python -m torch_ext info."""
+"""The command `python -m torch_ext info`: what it says about torch, the library, CUDA and NCCL."""
 
 import os
 import pathlib

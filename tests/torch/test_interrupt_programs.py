@@ -1,5 +1,6 @@
-"""Ctrl-C at any point of any call: the call did nothing, or all of its work, or the next one says what happened; and
-training goes on with the bits of one that was never interrupted. INTERRUPTS=1000 tries as many more points of each."""
+"""Ctrl-C at any point of any call. The call did nothing, or all of its work, or the next call says what happened;
+afterwards training continues with the bits of a run without the interrupt. INTERRUPTS=1000 tries that many more points
+of each call."""
 
 import functools
 import os
@@ -9,18 +10,22 @@ from typing import Any
 import pytest
 from interrupt_programs import CALLS, KINDS, Interrupt, Training
 
-EACH = 3  # points of each call, and of its last eighth, where what it did is undone; a generator's seed is its name
+# Points that are tried of each call, and again of its last eighth, where a failed call undoes its work. Points are
+# drawn from a seed that is named after the case.
+EACH = 3
 MORE = int(os.environ.get("INTERRUPTS", "0"))
 CASES = [(kind, call) for kind in KINDS for call in CALLS if CALLS[call].fits(KINDS[kind])]
 
 
 def _prepared(kind: str, call: str) -> Training:
+    """Returns a training for which everything before the call is done."""
     training = Training(kind)
     CALLS[call].before(training)
     return training
 
 
 def _found(training: Training) -> Any:
+    """Returns everything that training depends on, or the message if that cannot be read."""
     try:
         return training.found()
     except RuntimeError as refusal:
@@ -29,7 +34,8 @@ def _found(training: Training) -> Any:
 
 @functools.cache
 def _expected(kind: str, call: str) -> tuple[int, dict[str, Any], dict[str, Any]]:
-    """How many points there are; and of training without the call and with it: what is there, and what it comes to."""
+    """Returns the number of points, and for training "without" and "with" the call: everything that it depends on
+    afterwards, and what continued training reaches."""
     there, later = dict[str, Any](), dict[str, Any]()
     points = Interrupt()
     for name in ("without", "with"):
@@ -43,7 +49,7 @@ def _expected(kind: str, call: str) -> tuple[int, dict[str, Any], dict[str, Any]
 
 
 def _interrupted(training: Training, call: str, at: int) -> Interrupt:
-    """Where it was; `where` is empty if the call ended before."""
+    """Makes the call and interrupts it at point `at`. The result's `where` is empty if the call ended before."""
     with Interrupt(at) as interrupt:
         try:
             CALLS[call].interrupted(training)
@@ -59,12 +65,13 @@ def _points(kind: str, call: str) -> list[int]:
 
 
 def _same_weights(one: Any, other: dict[str, Any]) -> bool:
-    """Masters may have followed them already, which the next step would have them do."""
+    """Whether the weights are equal. Masters may differ: they may have followed their weights already, as the next step
+    would make them."""
     return isinstance(one, dict) and all(one[name] == other[name] for name in ("p0", "p1", "p2", "p3", "p4"))
 
 
 def _check(kind: str, call: str, at: int) -> bool:
-    """Whether it was interrupted."""
+    """Interrupts the call at point `at` and checks what it leaves. Returns whether the interrupt happened."""
     _, there, later = _expected(kind, call)
     training = _prepared(kind, call)
     where = _interrupted(training, call, at).where
@@ -90,12 +97,13 @@ def _check(kind: str, call: str, at: int) -> bool:
 
 @pytest.mark.parametrize(("kind", "call"), CASES)
 def test_an_interrupt_anywhere(kind: str, call: str) -> None:
+    """Random points of every call of every configuration."""
     points = _points(kind, call)
     assert sum(_check(kind, call, at) for at in points) > len(points) // 2
 
 
 def test_an_interrupt_at_the_end_of_a_load_into_muon() -> None:
-    """Where keys are taken out of groups that torch puts there."""
+    """At its end the load removes keys that torch has put into the groups."""
     count = _expected("Muon", "load_state_dict")[0]
     for at in range(count - 25, count + 1):
         _check("Muon", "load_state_dict", at)
@@ -103,7 +111,8 @@ def test_an_interrupt_at_the_end_of_a_load_into_muon() -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind].publishes])
 def test_an_interrupt_while_a_load_makes_the_optimizers_parts_anew(kind: str) -> None:
-    """Publishers and measurements go on: what they asked for is in the new parts before these are the optimizer's."""
+    """A load replaces the optimizer's parts. Publishers and measurements must carry on: what they asked for has to be
+    in the new parts before the optimizer uses these."""
     count = _expected(kind, "load_state_dict")[0]
-    for at in range(count - count // 10, count, 4):  # shorter than what there is to look at
+    for at in range(count - count // 10, count, 4):  # a smaller step than the stretch in which parts are replaced
         _check(kind, "load_state_dict", at)

@@ -1,4 +1,5 @@
-"""Nothing is leaked, whether a call succeeds or fails: counted in bytes of the C heap and in living storages."""
+"""No call leaks memory, whether it succeeds or fails. Counted are the bytes of the C heap, and storages that are still
+alive."""
 
 import ctypes
 import gc
@@ -14,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import torch_ext  # noqa: F401  registers the operators
 
 CALLS = 500
-# A leaked handle is a block of 32 bytes; what is allowed is a small fraction of one per call.
+# A leaked handle is a block of 32 bytes; allowed is a small fraction of one per call.
 ALLOWED = CALLS * 4
 
 
@@ -37,7 +38,7 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def heap_bytes() -> int:
-    """Bytes that the C heap has handed out (glibc >= 2.33, all arenas)."""
+    """Returns how many bytes the C heap has handed out (glibc >= 2.33, all arenas)."""
     mallinfo2 = ctypes.CDLL(None).mallinfo2
     mallinfo2.restype = _Mallinfo2
     info = mallinfo2()
@@ -45,7 +46,8 @@ def heap_bytes() -> int:
 
 
 def growth(work: Callable[[], None]) -> int:
-    """Bytes that stay after CALLS calls: of some tries the first that is small, since other threads allocate too."""
+    """Returns how many bytes stay allocated after CALLS calls. Measures up to three times until the growth is small,
+    since other threads allocate too."""
     for _ in range(20):
         work()
     grown = 0
@@ -93,7 +95,7 @@ def test_calls_that_succeed_leak_nothing(sample: operator_samples.Sample) -> Non
 
 
 def wrong_by_the_reader(arguments: list[Any]) -> None:
-    """The last tensor of all is unreadable, so that everything before it was read already."""
+    """Makes the last tensor unreadable, so that the call fails after all other arguments were read."""
     for i in reversed(range(len(arguments))):
         if isinstance(arguments[i], torch.Tensor):
             arguments[i] = torch.zeros(3, 2).t()
@@ -104,7 +106,7 @@ def wrong_by_the_reader(arguments: list[Any]) -> None:
 
 
 def wrong_by_the_entry(arguments: list[Any]) -> None:
-    """The first tensor has a dtype that the C entry refuses."""
+    """Gives the first tensor a dtype that the C entry rejects."""
     if isinstance(arguments[0], torch.Tensor):
         arguments[0] = torch.zeros(5, dtype=torch.bool)
     else:
@@ -123,7 +125,7 @@ def test_calls_that_fail_leak_nothing(sample: operator_samples.Sample, spoil: Ca
 @needs_mallinfo2
 @pytest.mark.parametrize("fails", [False, True], ids=["succeeding", "failing"])
 def test_long_lists_leak_nothing(fails: bool) -> None:
-    """More tensors than the reader's own memory holds."""
+    """More tensors than fit into the reader's own buffer."""
     mains, grads = [torch.zeros(1) for _ in range(300)], [torch.ones(1 + fails) for _ in range(300)]
     work = (failing if fails else succeeding)("bucket_accumulate_", [mains, grads])
     assert growth(work) < ALLOWED
@@ -131,7 +133,7 @@ def test_long_lists_leak_nothing(fails: bool) -> None:
 
 @needs_mallinfo2
 def test_a_missing_free_would_be_seen() -> None:
-    """The measure itself: one leaked block of the size of a handle per call is far above what is allowed."""
+    """Checks the measurement: leaking one block of a handle's size per call is far above what is allowed."""
     malloc = ctypes.CDLL(None).malloc
     malloc.restype = ctypes.c_void_p
     assert growth(lambda: malloc(16)) > 4 * ALLOWED

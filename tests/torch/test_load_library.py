@@ -1,4 +1,5 @@
-"""How the library comes to its torch: every order of loading, one registration, and a clear word where it cannot."""
+"""How the library finds torch: every order of loading works, operators are registered once, and errors say what is
+missing."""
 
 import os
 import pathlib
@@ -25,7 +26,7 @@ def register(library):
 
 
 def run(code: str, *arguments: str) -> str:
-    """In a process of its own, without torch_ext unless the code imports it."""
+    """Runs the code in a process of its own, without torch_ext unless the code imports it; returns what it prints."""
     return subprocess.run(
         [sys.executable, "-c", code, *arguments], check=True, capture_output=True, text=True, timeout=300
     ).stdout.strip()
@@ -68,6 +69,7 @@ def test_without_torch_the_library_loads_and_says_what_is_missing() -> None:
 
 @pytest.mark.parametrize("call", ["tx_torch_parallel(None", "tx_torch_cuda_library(None, ctypes.c_int64(9)"])
 def test_nowhere_to_write_is_refused(call: str) -> None:
+    """Output arguments that are NULL."""
     code = f"""
 import sys, torch
 library, error = ctypes.CDLL(sys.argv[1]), Error()
@@ -107,6 +109,7 @@ print(status, message)
 
 
 def test_a_library_that_is_closed_again_stays_for_torch() -> None:
+    """dlclose does not unload the library: torch has pointers to its kernels."""
     code = """
 import ctypes, sys, torch, _ctypes
 _ctypes.dlclose(ctypes.CDLL(sys.argv[1])._handle)
@@ -130,7 +133,7 @@ assert register(library) == (0, "")
 
 
 def fake_torch(folder: pathlib.Path, source: str) -> str:
-    """A libtorch_cpu.so that exports only what `source` defines."""
+    """Compiles a libtorch_cpu.so that exports only what `source` defines; returns its path."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler to make an old torch with")
@@ -160,7 +163,7 @@ def test_a_torch_that_is_too_old_is_named(tmp_path: pathlib.Path, source: str, s
 
 
 def installed(folder: pathlib.Path) -> str:
-    """Code that imports a copy of the package in `folder`, which has no library yet."""
+    """Copies the package, without the library, to `folder`; returns code that imports the copy."""
     without = shutil.ignore_patterns("__pycache__", "*.so")
     shutil.copytree(pathlib.Path(torch_ext.__file__).parent, folder / "torch_ext", ignore=without)
     return f"import sys; sys.path.insert(0, {str(folder)!r}); import torch_ext\n"

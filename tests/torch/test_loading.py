@@ -1,4 +1,4 @@
-"""Loading: what of another policy is kept, and what is no state of this optimizer's, refused with nothing changed."""
+"""load_state_dict: what survives under another policy, and foreign states, which raise and change nothing."""
 
 import copy
 import io
@@ -23,6 +23,7 @@ def optimizer_of(name: str, params: Any = None) -> torch_ext.AdamW:
 
 
 def of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Returns the optimizer's parameters."""
     return optimizer.param_groups[0]["params"]
 
 
@@ -33,7 +34,7 @@ def trained(name: str) -> torch_ext.AdamW:
 
 
 def into(name: str, source: torch_ext.AdamW) -> torch_ext.AdamW:
-    """An optimizer of another policy for the same weights, rounded where they must be."""
+    """Returns an optimizer with another policy for the same weights, rounded to that policy's dtype."""
     dtype = POLICIES[name][0]
     return optimizer_of(name, [nn.Parameter(p.detach().to(dtype)) for p in of(source)])
 
@@ -42,9 +43,9 @@ def logical(optimizer: torch_ext.AdamW) -> list[dict[str, torch.Tensor]]:
     return [{k: v.clone() for k, v in e.items()} for e in optimizer.state_dict()["state"].values()]
 
 
-# -- ours under one policy into ours under another
+# -- a state that was saved under one policy, loaded under another
 
-# What has to be said; None: all bits survive.
+# Pairs of policies (saved under, loaded under). LOSSLESS: all bits survive. LOSSY: with the expected warning.
 LOSSLESS: list[tuple[str, str]] = [
     *((name, name) for name in POLICIES),
     ("bf16", "fp32 moments"),
@@ -100,6 +101,7 @@ def test_G5_what_the_policy_cannot_keep_is_said_once(source: str, target: str, s
 
 
 def test_D5_a_master_that_is_only_what_the_weight_holds_is_dropped_in_silence() -> None:
+    """A policy without masters warns when it drops one, unless the master equals its weight."""
     first = trained("bf16")
     saved = copy.deepcopy(first.state_dict())
     for p, entry in zip(of(first), saved["state"].values(), strict=True):
@@ -147,7 +149,7 @@ def _another_order(saved: Any) -> None:
 
 
 def _names_as_keys(saved: Any) -> None:
-    """As get_optimizer_state_dict gives them."""
+    """The form that get_optimizer_state_dict returns."""
     names = [*NAMES[:7], "head.weight"]
     saved["state"] = dict(zip(names, saved["state"].values(), strict=True))
     saved["param_groups"][0]["params"] = names
@@ -204,7 +206,7 @@ def test_names_that_wrappers_changed_are_the_same_names() -> None:
     optimizer.load_state_dict(saved)
 
 
-# -- state tensors, where one rank has all
+# -- state tensors, where one rank holds the whole state
 
 OPERATIONS: dict[str, Callable[[Any], Any]] = {
     "arithmetic": lambda t: t * 2 + 1,

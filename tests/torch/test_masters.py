@@ -1,4 +1,5 @@
-"""Masters beside their weights: always-holds 2, and writes by somebody else (semantics.md, D3, D6, D7)."""
+"""Master weights and their weights: the weight is always the rounded master (always-holds 2), and external writes
+(semantics.md, D3, D6, D7)."""
 
 import copy
 
@@ -39,9 +40,8 @@ def test_master_begins_as_the_weight(name: str) -> None:
 
 
 def test_G4_remainder_configuration_follows_the_fp32_master() -> None:
-    """Bit for bit in the weights; in the masters but for the one pattern per even weight that is stored an ulp
-    lower.
-    """
+    """Weights are equal to the bit. Masters are too, except the one bit pattern per even weight that is stored one ulp
+    lower."""
     a, b = optimizer_of("bf16"), optimizer_of("bf16_remainder")
     for optimizer in (a, b):
         train(optimizer, range(20))
@@ -54,7 +54,7 @@ def test_G4_remainder_configuration_follows_the_fp32_master() -> None:
     assert differing <= 5
 
 
-# -- writes by somebody else --------------------------------------------------------------------------------------
+# -- external writes --------------------------------------------------------------------------------------------------
 
 
 def new_weights(optimizer: torch_ext.AdamW) -> list[Tensor]:
@@ -97,10 +97,10 @@ NOTICED = {"copy_": copy_in, "load_state_dict": load_module, "p.data =": set_dat
 @pytest.mark.parametrize("name", WITH_MASTER)
 @pytest.mark.parametrize("write", NOTICED)
 def test_D3_D7_weights_written_between_steps_take_effect(write: str, name: str) -> None:
-    """Load, step with zero gradients and no decay: the weights equal what was loaded."""
+    """Load weights, then step with zero gradients and no decay: the weights equal what was loaded."""
     optimizer = optimizer_of(name)
     train(optimizer, range(3))
-    for p in params(optimizer):  # else the moments go on moving the weights
+    for p in params(optimizer):  # else the moments would move the weights
         optimizer.state[p]["exp_avg"].zero_()
     weights = new_weights(optimizer)
     NOTICED[write](optimizer, weights)
@@ -111,13 +111,14 @@ def test_D3_D7_weights_written_between_steps_take_effect(write: str, name: str) 
 
 
 def zero_step(optimizer: torch_ext.AdamW, lr: float) -> None:
+    """Takes a step with zero gradients."""
     optimizer.param_groups[0]["lr"] = lr
     for p in params(optimizer):
         p.grad = torch.zeros_like(p)
     optimizer.step()
 
 
-# what makes state exist, masters seeded from the weights of then
+# Actions that create the state, with masters from the weights of that time.
 BEFORE = {
     "nothing": lambda o: None,
     "a state_dict": lambda o: o.state_dict(),
@@ -132,7 +133,7 @@ def test_D3_model_loaded_after_the_optimizer_was_built(before: str, name: str) -
     optimizer = optimizer_of(name)
     BEFORE[before](optimizer)
     weights = new_weights(optimizer)
-    data_copy(optimizer, weights)  # a write that leaves no trace
+    data_copy(optimizer, weights)  # a write that changes no version counter
     zero_step(optimizer, 1e-2)
     assert [bits(p) for p in params(optimizer)] == [bits(w) for w in weights]
     if before == "nothing":
@@ -155,6 +156,7 @@ def test_D7_resync_masters_takes_over_what_does_not_round_to_its_weight(name: st
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_resync_masters_goes_over_samples_only_where_it_changed_something(name: str) -> None:
+    """Checksums are recomputed for weights whose masters were changed, and for no others."""
     optimizer = optimizer_of(name)
     train(optimizer, range(3))
     written, left = params(optimizer)[:2]
@@ -171,7 +173,8 @@ def test_resync_masters_goes_over_samples_only_where_it_changed_something(name: 
 @pytest.mark.parametrize("force", [False, True])
 @pytest.mark.parametrize("name", WITH_MASTER)
 def test_resync_masters_leaves_the_steps_arguments_and_makes_nobody_suspect(name: str, force: bool) -> None:
-    """It may be called in each step: nothing is found anew, and the next step compares nothing element by element."""
+    """resync_masters may be called in each step: the step's prepared arguments stay valid, and the next step compares
+    no master element by element."""
     optimizer, reference = optimizer_of(name), optimizer_of(name)
     plan = None
     for one in (reference, optimizer):
@@ -179,11 +182,11 @@ def test_resync_masters_leaves_the_steps_arguments_and_makes_nobody_suspect(name
         if one is optimizer:
             plan = one._stepper.plan
         else:
-            one._stepper.plan = None  # finds everything anew
+            one._stepper.plan = None  # the next step prepares its arguments again
         params(one)[0].data.fill_(3)
         assert one.resync_masters(force=force) > 0
     assert plan is not None and optimizer._stepper.plan is plan
-    optimizer.state_dict()  # whose holder may write to masters: they are looked at from here on
+    optimizer.state_dict()  # hands out masters, so steps look for writes to them from now on
     with OperatorCalls() as step:
         train(optimizer, range(3, 4))
     assert {operator for operator, _ in step.calls} == {"adamw_flat_"}, "somebody is suspect"
@@ -217,7 +220,7 @@ def test_D6_force_makes_every_master_exactly_its_weight(name: str) -> None:
 
 @pytest.mark.parametrize("name", WITH_MASTER)
 def test_masters_stay_bit_for_bit_where_weights_are_written_with_what_they_are(name: str) -> None:
-    """A resume, or an EMA swapped in and out again around a save."""
+    """A weight is overwritten by an equal value: on resume, or when an average is swapped in and out around a save."""
     swapped, plain = optimizer_of(name), optimizer_of(name)
     for optimizer in (swapped, plain):
         train(optimizer, range(3))
@@ -235,7 +238,7 @@ def test_masters_stay_bit_for_bit_where_weights_are_written_with_what_they_are(n
 def test_error_says_which_parameter_and_leaves_everything() -> None:
     optimizer = optimizer_of("bf16", on_external_write="error")
     train(optimizer, range(3))
-    copy_in(optimizer, [p.detach().clone() for p in params(optimizer)])  # counters move, content does not
+    copy_in(optimizer, [p.detach().clone() for p in params(optimizer)])  # version counters change, values do not
     train(optimizer, range(3, 4))
     with torch.no_grad():
         params(optimizer)[2].view(-1)[3] += 1
@@ -279,6 +282,7 @@ def test_ignore_lets_the_master_overwrite_the_weight() -> None:
 
 
 def test_own_steps_are_nobody_elses_writes() -> None:
+    """After the optimizer's own steps no weight counts as written, so no step compares masters element by element."""
     optimizer = optimizer_of("bf16", on_external_write="error")
     train(optimizer, range(3))
     set_grads(params(optimizer), 3)

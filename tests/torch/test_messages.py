@@ -1,5 +1,5 @@
-"""What a newcomer writes who knows torch.optim, bitsandbytes, torchao, apex, Transformer Engine, Megatron-LM or
-DeepSpeed, and the whole text of what we say to it."""
+"""The full text of errors, for mistakes of newcomers who know torch.optim, bitsandbytes, torchao, apex, Transformer
+Engine, Megatron-LM or DeepSpeed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -43,7 +43,7 @@ LEGAL_KEPT = (
 NAMES = "(0.weight, 0.bias, 1.weight, 1.bias); a part of a name is a pattern, '*norm*'"
 
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    # arguments that others have
+    # arguments of other libraries
     "state_dtype": (lambda: AdamW(one(), state_dtype=torch.bfloat16), TypeError, unknown("state_dtype", WORDS)),
     "optim_bits of bitsandbytes": (
         lambda: AdamW(one(), optim_bits=8),
@@ -359,7 +359,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "override_ddp_config: data_parallel_sharding_strategy='FSDP' is not legal: FSDP is optim_grads_params here; "
         + LEGAL_STRATEGIES,
     ),
-    # others
+    # everything else
     "a lazy module": (
         lambda: AdamW(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(8)).parameters()),
         ValueError,

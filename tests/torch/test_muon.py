@@ -1,4 +1,5 @@
-"""torch_ext.Muon against torch.optim.Muon's formula in float64, and against torch.optim.Muon itself."""
+"""torch_ext.Muon against torch.optim.Muon's formula in float64 and against torch.optim.Muon itself: arithmetic, which
+matrices it steps, saving and loading, masters, training loops, wrong arguments."""
 
 import copy
 import math
@@ -19,7 +20,7 @@ STATES = ("fp32", "bf16", "bf16_remainder", "8bit")
 
 
 def orthogonalised(u: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """torch.optim.Muon's iteration in float64."""
+    """Returns torch.optim.Muon's iteration, computed in float64."""
     a, b, c = coefficients
     x = u.double() / u.double().norm().clamp(min=eps)
     x = x.T if x.shape[0] > x.shape[1] else x
@@ -30,7 +31,7 @@ def orthogonalised(u: Tensor, coefficients: tuple[float, float, float], steps: i
 
 
 class Oracle:
-    """Muon of one list of matrices in float64."""
+    """Muon for a list of matrices, in float64."""
 
     def __init__(self, params: list[Tensor], **options: Any) -> None:
         self.p, self.m = [p.detach().double().clone() for p in params], [torch.zeros(p.shape).double() for p in params]
@@ -51,6 +52,7 @@ class Oracle:
 
 
 def filled(params: list[nn.Parameter], seed: int) -> list[Tensor]:
+    """Sets random gradients and returns them."""
     generator = torch.Generator().manual_seed(seed)
     for p in params:
         p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
@@ -70,6 +72,7 @@ def bits(tensors: Any) -> list[bytes]:
 
 
 def program(seed: int) -> dict[str, Any]:
+    """Returns random hyper-parameters and shapes."""
     r = random.Random(seed)
     return {
         "lr": 10 ** r.uniform(-3, -1),
@@ -100,7 +103,7 @@ def test_fp32_follows_the_formula_in_float64(seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_no_farther_from_the_formula_than_torchs(dtype: torch.dtype) -> None:
-    """With bf16 products, as torch's are."""
+    """Our products are in bf16 here, as torch's always are."""
     shapes = [(48, 48), (96, 32), (32, 96)]
     ours_p, theirs_p = matrices(shapes, dtype), matrices(shapes, dtype)
     ours = torch_ext.Muon(ours_p, lr=0.02, ns_dtype=BF16)
@@ -154,7 +157,7 @@ def test_gram_and_standard_are_one_function(shape: tuple[int, int], ns_dtype: to
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-18, 1e18])
 def test_gradients_of_any_size(scale: float) -> None:
-    """Squares of the largest and the least would leave fp32's range."""
+    """The squares of these gradients would overflow or underflow fp32."""
     params = matrices([(20, 30)])
     optimizer = torch_ext.Muon(params, lr=1.0, weight_decay=0.0, eps=0.0, ns_dtype=F32)
     before = params[0].detach().clone()
@@ -178,7 +181,7 @@ def test_a_zero_gradient_only_decays() -> None:
 
 
 def test_stacks_splits_and_convolutions_are_their_matrices() -> None:
-    """Bit for bit those of parameters of their own."""
+    """The bits are those of a separate parameter for each matrix."""
     whole = [(3, 24, 16), (36, 20), (12, 8, 3, 3), (2, 30, 12)]
     parts = [(24, 16)] * 3 + [(12, 20)] * 3 + [(12, 72)] + [(20, 12), (10, 12)] * 2
     together, apart = matrices(whole), matrices(parts)
@@ -226,6 +229,7 @@ class Tied(nn.Module):
 
 
 def of_muon(optimizer: torch_ext.Muon) -> set[str]:
+    """Returns the names of the parameters that Muon steps as matrices."""
     optimizer.state_dict()
     return {
         name
@@ -252,7 +256,7 @@ def test_the_rest_is_adamws_bit_for_bit() -> None:
     adamw = torch_ext.AdamW(of_adamw.items(), lr=1e-3, weight_decay=0.3, betas=(0.8, 0.9))
     for step in range(3):
         for group in (*mixed.param_groups, *adamw.param_groups):
-            group["lr"] *= 0.5  # as schedulers do
+            group["lr"] *= 0.5  # like a scheduler
         filled(list(model.parameters()), step)
         for p, q in zip(model.parameters(), alone.parameters(), strict=True):
             q.grad = None if p.grad is None else p.grad.clone()
@@ -287,7 +291,8 @@ def test_groups_choose_and_keep_their_order() -> None:
 
 
 def test_what_a_group_says_of_itself_comes_before_the_arguments() -> None:
-    """Each group's parameters have the bits that an optimizer of their own gives them."""
+    """A group's own options override the constructor's: each group's parameters have the bits of a separate optimizer
+    with those options."""
     shapes: list[Any] = [(48, 16), (48, 16), (16, 8), (8,)]
     together, apart = matrices(shapes), matrices(shapes)
     of_adamw = {"lr": 1e-3, "weight_decay": 0.0}
@@ -316,7 +321,7 @@ def test_what_a_group_says_of_itself_comes_before_the_arguments() -> None:
 
 
 def test_groups_may_be_changed_between_steps_by_torchs_keys() -> None:
-    """betas of any group, and what a group of AdamW's has: as in torch.optim.AdamW's."""
+    """betas of any group, and all keys of an AdamW group, take effect as in torch.optim.AdamW."""
     a, b, c = matrices([(8, 8), (8,), (8, 6)])
     optimizer = torch_ext.Muon(
         [{"params": [a, b]}, {"params": [c], "algorithm": "adamw", "lr": 1e-3}],
@@ -358,6 +363,7 @@ def test_an_algorithm_that_is_changed_between_steps_is_refused(before: Any, afte
 
 
 def trained(dtype: torch.dtype, states: Any, steps: int, params: Any = None) -> tuple[list[nn.Parameter], Any]:
+    """Returns parameters and their optimizer after `steps` steps."""
     params = params or matrices([(40, 30), (30,), (3, 10, 12)], dtype)
     optimizer = torch_ext.Muon(params, lr=0.05, states=states, ns_dtype=F32)
     for step in range(steps):
@@ -414,6 +420,7 @@ def test_checkpoints_from_and_into_torchs() -> None:
 
 
 def test_torchs_muon_keeps_no_stale_master() -> None:
+    """torch.optim.Muon does not update masters, so it must not get any from our state dict."""
     params, ours = trained(BF16, "bf16", 2, matrices([(8, 8)], BF16))
     theirs = torch.optim.Muon(params)
     theirs.load_state_dict(ours.state_dict())
@@ -431,6 +438,8 @@ def test_a_changed_algorithm_is_named() -> None:
 
 
 def test_state_is_made_inert() -> None:
+    """The step with lr 0 and zero gradients by which frameworks make an optimizer create its state changes no weight
+    and counts no step."""
     params = matrices([(8, 8), (8,)])
     before = bits(params)
     optimizer = torch_ext.Muon(params, lr=0.0)
@@ -507,7 +516,7 @@ def test_a_weight_that_was_written_counts(states: Any, how: str) -> None:
     filled(params, 9)
     optimizer.step()
     assert optimizer.external_writes() > 0
-    assert float((params[0].float() - new.float()).abs().max()) < 0.5  # of an update of 0.05
+    assert float((params[0].float() - new.float()).abs().max()) < 0.5  # the update is about 0.05
     assert float((optimizer.master_state_dict()[0] - params[0].float()).abs().max()) < 0.05
 
 
@@ -544,7 +553,7 @@ def test_clipping_reaches_the_momentum() -> None:
 
 @pytest.mark.parametrize("shapes", [[(16, 12), (7,)], [(16, 12)]])
 def test_a_loss_scale_is_divided_out_in_the_step(shapes: Any) -> None:
-    """As a GradScaler has it, which sets these two for one step."""
+    """A GradScaler sets grad_scale and found_inf for one step, as here."""
     params, plain = matrices(shapes), matrices(shapes)
     optimizer, other = torch_ext.Muon(params, ns_dtype=F32), torch_ext.Muon(plain, ns_dtype=F32)
     optimizer.grad_scale, optimizer.found_inf = torch.tensor(1024.0), torch.tensor(0.0)  # type: ignore[attr-defined]
@@ -716,6 +725,7 @@ def test_a_group_that_was_changed_is_refused_before_the_step() -> None:
 
 
 def test_memory_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If memory for a matrix cannot be allocated, the error names the parameter and nothing has changed."""
     params = matrices([(8, 8), (64, 64)])
     optimizer = torch_ext.Muon(zip("ab", params, strict=True), ns_dtype=F32)
     filled(params, 0)
@@ -741,6 +751,7 @@ def test_sparse_and_differing_gradients_are_named() -> None:
 
 
 def test_rows_that_do_not_follow_each_other_are_named() -> None:
+    """A weight whose rows are not contiguous is an error that names it."""
     params = [nn.Parameter(torch.randn(8, 6).T)]
     optimizer = torch_ext.Muon(params, ns_dtype=F32)
     filled(params, 0)

@@ -1,4 +1,5 @@
-"""What a step of Muon's matrices leaves behind: averages, health, and which weights changed, for who publishes them."""
+"""What a Muon step produces besides weights and states: averages, health, and the record of changed weights that
+publishers use."""
 
 import copy
 from typing import Any
@@ -31,7 +32,7 @@ def model_in(dtype: torch.dtype) -> nn.ParameterDict:
 
 
 def muon(model: nn.ParameterDict, states: Any = None, **options: Any) -> torch_ext.Muon:
-    """Several matrices in one parameter, which begin inside blocks."""
+    """Returns a Muon optimizer; one parameter holds several matrices, which begin inside blocks."""
     given: dict[str, Any] = {"lr": 1e-3, "ns_dtype": F32, "split": {"qkv": (31, 59)}} | options
     return torch_ext.Muon(model.named_parameters(), states=states, **given)
 
@@ -166,7 +167,7 @@ def test_engines_have_the_bits_at_every_version(dtype: torch.dtype, states: str,
         assert engine.differs(model) or not steps
         engine.subscriber.apply(publisher.publish(), "full")
         assert engine.differs(model) == []
-        with torch.no_grad():  # by somebody else
+        with torch.no_grad():  # an external write
             model["qkv"][3, 5] += 1.0
 
 

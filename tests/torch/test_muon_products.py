@@ -1,4 +1,5 @@
-"""Muon's products, of matrices large enough for symmetric ones to be made in panels, against float64 and torch's."""
+"""Muon's matrix products against float64 and torch's, for matrices so large that symmetric products are computed in
+panels."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ def uniform(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
 
 @pytest.mark.parametrize("seed", range(24))
 def test_mirrored(seed: int) -> None:
+    """muon_mirror_ copies the panels below the diagonal to their transposed places above it."""
     r = random.Random(seed)
     n, dtype = r.choice([1, 2, 9, 63, 64, 65, 128, 257, r.randrange(300, 700)]), r.choice([F32, BF16, F16])
     panel = r.choice([1, 3, 64, 128, r.randrange(1, n + 1), n, n + 5])
@@ -33,7 +35,7 @@ def test_mirrored(seed: int) -> None:
 
 
 def orthogonalised(x: Tensor, make: Callable[..., torch.optim.Optimizer] = torch_ext.Muon, **options: Any) -> Tensor:
-    """By one step of an optimizer."""
+    """Returns the orthogonalised matrix, computed by one step of an optimizer."""
     weight = nn.Parameter(torch.zeros(x.shape))
     weight.grad = x.float()
     options = {"adjust_lr_fn": "match_rms_adamw"} | options
@@ -42,6 +44,7 @@ def orthogonalised(x: Tensor, make: Callable[..., torch.optim.Optimizer] = torch
 
 
 def exact(x: Tensor, coefficients: tuple[float, float, float] = COEFFICIENTS, steps: int = 5) -> Tensor:
+    """Returns the orthogonalised matrix, computed in float64."""
     (a, b, c), o = coefficients, x.double() / x.double().norm()
     o = o.T if o.shape[0] > o.shape[1] else o
     for _ in range(steps):
@@ -51,12 +54,14 @@ def exact(x: Tensor, coefficients: tuple[float, float, float] = COEFFICIENTS, st
 
 
 def distance(found: Tensor, want: Tensor) -> float:
+    """Returns the norm of the difference, relative to `want`."""
     return float((found - want).norm() / want.norm())
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_programs_of_any_size(seed: int) -> None:
-    """Shapes around the least that is cut into panels, odd and even, tall and wide; any steps and coefficients."""
+    """Shapes around the smallest size that is cut into panels: odd and even, tall and wide, with random steps and
+    coefficients."""
     r = random.Random(seed)
     n = r.choice([1, 7, 64, 130, 639, 640, 641, r.randrange(640, 900), 64 * r.randrange(10, 15)])
     k = max(n, int(n * r.choice([1, 1, 1.3, 2])))
@@ -71,7 +76,7 @@ def test_programs_of_any_size(seed: int) -> None:
 
 @contextmanager
 def memory_of_nan() -> Iterator[None]:
-    """torch fills what it allocates with NaN."""
+    """In this context torch fills the memory that it allocates with NaN."""
     torch.use_deterministic_algorithms(True)
     try:
         assert bool(torch.empty(3).isnan().all())
@@ -84,6 +89,7 @@ def memory_of_nan() -> Iterator[None]:
 @pytest.mark.parametrize("kind", ["standard", "gram"])
 @pytest.mark.parametrize("shape", [(20, 33), (680, 1300), (1100, 641), (705, 705)])
 def test_what_memory_held_is_no_matter(shape: tuple[int, int], kind: str, dtype: torch.dtype) -> None:
+    """Products must not read uninitialised memory."""
     x = uniform(shape, BF16, 3)
     found = orthogonalised(x, ns=kind, ns_dtype=dtype)
     with memory_of_nan():
@@ -94,7 +100,7 @@ def test_what_memory_held_is_no_matter(shape: tuple[int, int], kind: str, dtype:
 @pytest.mark.parametrize("decays", [False, True])
 @pytest.mark.parametrize("shape", [(768, 3072), (1500, 650), (700, 700)])
 def test_standard_is_as_exact_as_torchs(shape: tuple[int, int], decays: bool) -> None:
-    """In bf16, also of matrices whose singular values are of many sizes."""
+    """In bf16, also for matrices whose singular values differ by orders of magnitude."""
     x = (uniform(shape, F32, 1) * (torch.logspace(-3, 0, shape[1]) if decays else 1.0)).to(BF16)
     want = exact(x)
     theirs = distance(orthogonalised(x, torch.optim.Muon), want)
@@ -104,14 +110,15 @@ def test_standard_is_as_exact_as_torchs(shape: tuple[int, int], decays: bool) ->
 @pytest.mark.parametrize(("dtype", "most"), [(F32, 1e-4), (BF16, 0.02)])
 @pytest.mark.parametrize("decays", [False, True])
 def test_gram_of_oblong_matrices(decays: bool, dtype: torch.dtype, most: float) -> None:
-    """Of what "auto" has it for; docs/muon.md states 1.4 % and 1.8 % in bf16."""
+    """Matrices for which "auto" chooses the Gram form; docs/muon.md states 1.4 % and 1.8 % in bf16."""
     x = (uniform((768, 3072), F32, 1) * (torch.logspace(-3, 0, 3072) if decays else 1.0)).to(BF16)
     assert distance(orthogonalised(x, ns="gram", ns_dtype=dtype), exact(x)) < most
 
 
 @pytest.mark.parametrize("seed", range(16))
 def test_bits_depend_on_no_other_matrix(seed: int) -> None:
-    """Whatever else is multiplied beside a matrix, and on which thread: on two threads, as if it were the only one."""
+    """On two threads, a matrix has the bits of a step in which it is the only one, whichever matrices are multiplied
+    with it and on whichever thread."""
     r = random.Random(seed)
     shapes = [(r.randrange(1, 300), r.randrange(1, 300)) for _ in range(r.randrange(2, 10))]
     shapes += [(660, 700)] if seed % 8 == 0 else [(3, r.randrange(1, 40), 24)]

@@ -1,4 +1,5 @@
-"""B4, in one process: what is offloaded is brought back as it was, and memory is released and reused."""
+"""torch_ext.offload and onload in one process (B4): everything comes back as it was, and memory is released and
+reused."""
 
 import copy
 import gc
@@ -49,7 +50,7 @@ OTHERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def test_B4_any_optimizer(name: str) -> None:
     ends = []
     for offloaded in (False, True):
-        model = Net(torch.float32, torch.contiguous_format)  # LBFGS takes no other
+        model = Net(torch.float32, torch.contiguous_format)  # LBFGS flattens gradients by view(-1)
         trainable = [p for p in model.parameters() if p.requires_grad]
         optimizer = OTHERS[name](trainable)
 
@@ -73,7 +74,7 @@ def test_B4_any_optimizer(name: str) -> None:
 @pytest.mark.parametrize("order", ["all", "grads kept", "states first", "twice", "weights stay"])
 @pytest.mark.parametrize("zeroed", [True, False], ids=["after zero_grad", "gradients there"])
 def test_B4_whole_loop_in_any_order(order: str, zeroed: bool) -> None:
-    """A clip in each step; gradients are dropped with or without zero_grad() before."""
+    """Each step clips. Gradients are dropped by offload, with or without zero_grad() before it."""
     model, optimizer = trained()
     expected = Net()
     reference = adamw(expected)
@@ -126,9 +127,7 @@ def test_B4_tensors_stay_the_objects_that_they_are() -> None:
     assert looks == [(id(t), t.shape, t.stride(), t.storage_offset(), t.dtype, t.requires_grad) for t in after]
     assert model.tied.weight is model.second.weight
     assert torch.equal(view, row)
-    assert [p.grad for p in model.parameters()] == gradients or all(
-        a is b for a, b in zip([p.grad for p in model.parameters()], gradients, strict=True)
-    )
+    assert all(p.grad is gradient for p, gradient in zip(model.parameters(), gradients, strict=True))
 
 
 def test_B4_gradients_come_back_zero_and_those_that_were_not_there_do_not() -> None:
@@ -143,6 +142,7 @@ def test_B4_gradients_come_back_zero_and_those_that_were_not_there_do_not() -> N
 
 
 def test_B4_a_clip_coefficient_goes_with_its_gradients() -> None:
+    """Offloading drops gradients; a pending clip coefficient must go too."""
     model, optimizer = trained()
     torch_ext.clip_grad_norm_(optimizer, 1e-6)
     torch_ext.offload(model, optimizer)
@@ -170,6 +170,7 @@ def test_B4_weights_that_lie_in_one_storage_move_once() -> None:
 
 
 def test_B4_no_write_of_somebody_else_is_suspected() -> None:
+    """Moving weights must not count as an external write."""
     for config in ({}, {"store_param_remainders": True}):
         model = Net()
         policy = torch_ext.load_policy(model, override_optimizer_config=config)
@@ -180,7 +181,7 @@ def test_B4_no_write_of_somebody_else_is_suspected() -> None:
             torch_ext.onload(model, optimizer)
 
 
-# -- where it is meanwhile ---------------------------------------------------------------------------------------------
+# -- where the memory is meanwhile -------------------------------------------------------------------------------------
 
 
 def test_B4_memory_is_released() -> None:
@@ -195,7 +196,8 @@ def test_B4_memory_is_released() -> None:
 
 
 def test_B4_resident_memory_falls() -> None:
-    """The host buffer is there from the first time on, so the second time shows what the device's stand-in gave up."""
+    """The host buffer is allocated on the first offload and kept, so only the second offload shows how much the model's
+    memory shrinks. (The "device" is the CPU here.)"""
     model = nn.Linear(4096, 4096, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(1, 4096)).sum().backward()
@@ -222,7 +224,7 @@ def test_B4_separate_switches(chosen: int) -> None:
     released = [memory(weights(model)) == 0, memory(gradients) == 0, memory(states(optimizer)) == 0]
     assert released == list(kinds.values())
     if not kinds["params"]:
-        loss_of(model.eval(), 5)  # a generation with the weights
+        loss_of(model.eval(), 5)  # weights that stay can be used
     torch_ext.onload(model, optimizer)
     assert everything(model, optimizer) == before
 
@@ -254,6 +256,8 @@ def test_B4_host_memory_grows_by_what_is_new() -> None:
 
 
 def test_B4_what_is_new_joins_what_is_offloaded() -> None:
+    """A module that is added while the model is offloaded is offloaded by the next call and brought back with the
+    rest."""
     model = Net()
     torch_ext.offload(model)
     model.add_module("more", nn.Linear(50, 50))
@@ -267,7 +271,7 @@ def test_B4_what_is_new_joins_what_is_offloaded() -> None:
 
 
 class OnDevice(Tensor):
-    """Is in an accelerator's memory, it says."""
+    """A tensor that claims to be in an accelerator's memory."""
 
     is_cpu = False  # type: ignore[assignment]
 
@@ -278,7 +282,7 @@ class OnDevice(Tensor):
 def test_host_buffer_gives_back_what_was_put_in(
     slab: int, threads: int, pinned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    allocate = host_copies.allocate  # there may be no accelerator to pin for
+    allocate = host_copies.allocate  # without an accelerator nothing can be pinned
     monkeypatch.setattr(host_copies, "allocate", lambda nbytes, _pinned: allocate(nbytes, False))
     monkeypatch.setattr(host_buffer, "SLAB", slab)
     monkeypatch.setattr(host_copies, "CHUNK", 1000)
@@ -305,7 +309,7 @@ def test_pinned_memory_is_asked_for_where_there_is_an_accelerator(monkeypatch: p
 
 
 def test_accelerators_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies that are under way still read what is about to be released."""
+    """A copy that is under way may still read memory that is about to be released."""
     waited: list[torch.device] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
     devices = [torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)]
@@ -313,7 +317,7 @@ def test_accelerators_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert waited == devices[1:]
 
 
-# Which of the calls fails, of those that allocate or free.
+# case -> number of the call that fails, among those that allocate or free
 FAILS = {
     "host memory for weights": 1,
     "host memory for states": 2,
@@ -356,7 +360,7 @@ def test_B4_offload_that_fails_has_changed_nothing(where: str, monkeypatch: pyte
     assert everything(model, optimizer) == everything(expected, reference)
 
 
-# -- tolerated ---------------------------------------------------------------------------------------------------------
+# -- legal, though unusual ---------------------------------------------------------------------------------------------
 
 
 def test_B4_optimizer_missing_or_empty_and_model_without_weights() -> None:

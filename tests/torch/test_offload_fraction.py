@@ -1,4 +1,4 @@
-"""`offload_fraction`: the part of the optimizer that is on the host changes no bit of anything (D8)."""
+"""`offload_fraction`: stepping part of the optimizer on the host changes no bit (D8)."""
 
 import copy
 import io
@@ -135,7 +135,7 @@ def test_lr_as_a_tensor_and_groups_of_their_own() -> None:
     assert found[1] == found[0] and found[2] == found[0]
 
 
-# -- what changes between steps, of which calls on the host are told only then ------------------------------------
+# -- values that change between steps: each call on the host must use the current ones ---------------------------------
 
 
 def lr_changes(optimizer: torch_ext.AdamW, step: int) -> None:
@@ -170,7 +170,7 @@ def writes_are_ignored_now_and_then(optimizer: torch_ext.AdamW, step: int) -> No
     optimizer.on_external_write = "ignore" if step % 2 else "resync"
     for p in params(optimizer):
         if p.numel():
-            p.data.view(-1)[0] += 1.0  # no counter sees it
+            p.data.view(-1)[0] += 1.0  # no version counter changes
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_what_changes_between_steps(name: str, change: Callable[[torch_ext.AdamW
     assert found[1] == found[0] and found[2] == found[0]
 
 
-# -- what is beside a step ----------------------------------------------------------------------------------------
+# -- clipping, loss scales, skipped steps, errors ----------------------------------------------------------------------
 
 
 def clipped(optimizer: torch_ext.AdamW, step: int) -> None:
@@ -232,7 +232,8 @@ def test_clipping_scales_and_skipped_steps(name: str, how: Callable[[torch_ext.A
     found = []
     for fraction in FRACTIONS:
         with host_parts.copying("late"):
-            shapes = [shape for shape in SHAPES if shape != (0,)]  # with fraction 1 the device has nothing to step
+            # So that with fraction 1 the device has nothing to step.
+            shapes = [shape for shape in SHAPES if shape != (0,)]
             optimizer = optimizer_of(name, fraction, shapes, skip_nonfinite=how is nonfinite)
             for step in range(6):
                 how(optimizer, step)
@@ -274,7 +275,7 @@ def test_gradient_that_no_step_takes_is_named_and_changes_nothing(bad: Any, says
 @pytest.mark.parametrize("kind", ["prompt", "late"])
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
 def test_what_the_library_refuses_is_named_and_changes_nothing(fraction: float, kind: str) -> None:
-    """Nothing of the device's part either, which is stepped first."""
+    """The device's part, which is stepped first, must not change either."""
     shapes = [shape for shape in SHAPES if shape != (0,)]
     with host_parts.copying(kind):
         optimizer = optimizer_of("bf16", fraction, shapes)
@@ -297,7 +298,7 @@ def test_what_the_library_refuses_is_named_and_changes_nothing(fraction: float, 
 
 
 def test_lr_that_no_step_takes_changes_nothing() -> None:
-    """An lr in a tensor, which the host gets to see when its copy has come."""
+    """The host can read an lr in a tensor only after it was copied."""
     with host_parts.copying("late"):
         optimizer = optimizer_of("bf16", 0.5, lr=torch.tensor(1e-2))
         train(optimizer, range(2))
@@ -311,6 +312,7 @@ def test_lr_that_no_step_takes_changes_nothing() -> None:
 
 @pytest.mark.parametrize("name", ["bf16", "8bit"])
 def test_states_that_moved_are_stepped_where_they_are(name: str) -> None:
+    """`.data =` gave the host's states new memory; a step must use the new memory."""
     reference = optimizer_of(name, 0.0)
     train(reference, range(4))
     with host_parts.copying("prompt"):
@@ -333,7 +335,7 @@ def test_buffers_are_made_once() -> None:
         assert sum(made) < most, "a batch for each thread, however large the model"
         for step in range(2, 12):
             set_grads(params(optimizer), step)
-            params(optimizer)[step % 5].grad = None  # another plan
+            params(optimizer)[step % 5].grad = None  # so that the plan is rebuilt
             optimizer.step()
         assert len(made) == first
 
@@ -434,6 +436,7 @@ def test_state_of_a_parameter_that_left_is_dropped() -> None:
 
 
 def test_E11_asking_for_state_moves_nothing() -> None:
+    """state_dict() before the first step creates the state and changes no weight."""
     optimizer, reference = optimizer_of("bf16", 0.5), optimizer_of("bf16", 0.0)
     weights = [bits(p) for p in params(optimizer)]
     state = optimizer.state_dict()

@@ -1,4 +1,4 @@
-"""`offload_fraction`: weights that somebody else wrote, whose masters are on the host (D1-D3, D5-D7)."""
+"""`offload_fraction`: external writes to weights whose masters are on the host (D1-D3, D5-D7)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from training import WITH_MASTER, OperatorCalls, bits, params_of, policy_of, set
 
 import torch_ext
 
-SAMPLED = 4096  # elements of a weight that is compared as a whole even where samples are
+SAMPLED = 4096  # up to so many elements a weight is compared as a whole, also when samples are compared
 
 
 def constant(optimizer: torch_ext.AdamW) -> list[Tensor]:
@@ -50,7 +50,7 @@ BEFORE: dict[str, Callable[[torch_ext.AdamW], Any]] = {
 
 
 def mixed(name: str) -> list[nn.Parameter]:
-    """Native fp32 parameters between those of the policy."""
+    """Returns parameters of the policy's dtype, with fp32 parameters in between."""
     ours, native = params_of(name, SHAPES), params_of("fp32", SHAPES, seed=9)
     return [p for pair in zip(ours, native, strict=True) for p in pair]
 
@@ -64,20 +64,21 @@ def test_D1_D2_D3_weights_loaded_behind_the_optimizer_take_effect(
     for name in WITH_MASTER:
         for kind in ("prompt", "late"):
             with host_parts.copying(kind):
-                options: dict[str, Any] = {"betas": (0.0, 0.999), "weight_decay": 0.0}  # no gradient moves nothing
+                # A step without gradients moves no weight.
+                options: dict[str, Any] = {"betas": (0.0, 0.999), "weight_decay": 0.0}
                 optimizer = torch_ext.AdamW(
                     mixed(name), lr=1e-2, policy=policy_of(name), offload_fraction=fraction, **options
                 )
                 BEFORE[before](optimizer)
                 weights = constant(optimizer)
                 write(optimizer, weights)
-                for _ in range(3):  # "loss fine at step 1, ruined at step 2"
+                for _ in range(3):  # a stale master might overwrite the weight only in the second step
                     zero_step(optimizer)
                     assert [bits(p) for p in params(optimizer)] == [bits(w) for w in weights]
                 state = optimizer.state_dict()["state"]
                 for i, weight in enumerate(weights):
                     if "master_param" in state[i]:
-                        # Of a master that rounds to it nothing shows that somebody wrote the weight.
+                        # If the master already rounds to the written weight, the write cannot be noticed.
                         master = state[i]["master_param"].to(weight.dtype if before == "took steps" else torch.float32)
                         assert bits(master) == bits(weight.to(master.dtype))
 
@@ -85,7 +86,7 @@ def test_D1_D2_D3_weights_loaded_behind_the_optimizer_take_effect(
 @pytest.mark.parametrize("fraction", FRACTIONS)
 @pytest.mark.parametrize("name", ["fp32", "bf16", "bf16_remainder", "no master"])
 def test_D7_training_goes_on_from_what_was_written(name: str, fraction: float) -> None:
-    """Bit for bit as without a host part."""
+    """The bits are those of an optimizer without a host part."""
     found = []
     for of in (0.0, fraction):
         with host_parts.copying("late"):
@@ -101,7 +102,7 @@ def test_D7_training_goes_on_from_what_was_written(name: str, fraction: float) -
 
 @torch.no_grad()
 def one_element(optimizer: torch_ext.AdamW) -> None:
-    """Where no sample looks, but counted."""
+    """Writes one element that is not a sample; the version counter changes."""
     for p in params(optimizer):
         if p.numel() > 8192:
             p.view(-1)[1000] += 3
@@ -109,7 +110,7 @@ def one_element(optimizer: torch_ext.AdamW) -> None:
 
 @torch.no_grad()
 def one_element_elsewhere(optimizer: torch_ext.AdamW) -> None:
-    """In other memory."""
+    """Writes one element that is not a sample, in new memory."""
     for p in params(optimizer):
         if p.numel() > 8192:
             weight = p.detach().clone()
@@ -137,7 +138,8 @@ def test_D7_counters_and_addresses_tell_of_what_no_sample_sees(write: Callable[.
 @pytest.mark.parametrize("on_external_write", ["resync", "error"])
 @pytest.mark.parametrize("kind", ["prompt", "late"])
 def test_D7_where_nobody_wrote_no_fp32_master_is_compared_as_a_whole(kind: str, on_external_write: str) -> None:
-    """But where copies take time the samples of those on the host, once in a step: of long weights some elements."""
+    """One comparison per step is allowed: where copies take time, the samples of weights whose masters are on the host.
+    Long weights are sampled, not compared whole."""
     for name in WITH_MASTER:
         for fraction in FRACTIONS:
             with host_parts.copying(kind):
@@ -158,7 +160,7 @@ def test_D7_error_names_what_was_written_and_changes_nothing(fraction: float) ->
     with host_parts.copying("late"):
         optimizer = optimizer_of("bf16", fraction, on_external_write="error")
         train(optimizer, range(3))
-        copy_in(optimizer, [p.detach().clone() for p in params(optimizer)])  # counters move, content does not
+        copy_in(optimizer, [p.detach().clone() for p in params(optimizer)])  # version counters change, values do not
         train(optimizer, range(3, 4))
         chosen = next(i for i, p in enumerate(params(optimizer)) if p in held(optimizer))
         params(optimizer)[chosen].data.fill_(3)

@@ -1,4 +1,5 @@
-"""B4, in one process: uses of what is offloaded, and calls that cannot be, are errors that change nothing."""
+"""torch_ext.offload in one process (B4): using what is offloaded raises, so do calls that are not possible, and nothing
+changes."""
 
 import copy
 import io
@@ -19,7 +20,7 @@ import torch_ext
 from bench import resident_memory
 
 USES: dict[str, tuple[str, Callable[[nn.Module, Any], object]]] = {
-    # name -> (what must be here for it, by the first letter of the kinds; the use)
+    # use -> (the kinds that must not be offloaded, by first letter; the use)
     "forward": ("p", lambda model, _: loss_of(model, 0)),
     "forward of a part": ("p", lambda model, _: model.get_submodule("first")(torch.ones(8).bfloat16())),
     "backward": ("pg", lambda model, _: loss_of(model, 0).backward()),
@@ -50,7 +51,7 @@ def test_B4_uses_while_offloaded(use: str, kind: str) -> None:
     needs, act = USES[use]
     model, optimizer = trained()
     optimizer.zero_grad()
-    model.eval()  # so that no forward writes its buffers
+    model.eval()  # a forward in train mode would write buffers
     before = everything(model, optimizer)
     torch_ext.offload(model, optimizer, **{k: k == kind for k in KINDS})
     if kind[0] in needs:
@@ -67,7 +68,7 @@ def test_B4_uses_while_offloaded(use: str, kind: str) -> None:
 
 
 NAMED: dict[str, tuple[str, Callable[[nn.Module, Any], object]]] = {
-    # what is offloaded -> how the message goes on; the use
+    # offloaded kind -> (how the message begins; a use)
     "params": (
         r"step\(\): parameter 'frozen.weight'",
         lambda model, _: torch.optim.SGD(model.parameters(), lr=0.1).step(),
@@ -104,7 +105,7 @@ def test_B4_torch_optimizers_neither_save_nor_load_what_is_offloaded() -> None:
 
 @pytest.mark.parametrize("kind", ["params", "states"])
 def test_B4_a_state_that_was_handed_out_before_is_not_read(kind: str) -> None:
-    """8-bit moments and remainders are decoded when they are read."""
+    """8-bit moments and remainders are decoded when they are read, also after state_dict() returned them."""
     params = training.params_of("8bit")
     model, optimizer = nn.ParameterList(params), torch_ext.AdamW(params, policy=training.policy_of("8bit"))
     training.train(optimizer, [0])
@@ -118,7 +119,7 @@ def test_B4_a_state_that_was_handed_out_before_is_not_read(kind: str) -> None:
 
 
 class Wrapped(torch.optim.Optimizer):
-    """As frameworks wrap an optimizer."""
+    """A framework's wrapper of an optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -149,6 +150,7 @@ def test_B4_zero_grad_is_fine_while_offloaded() -> None:
 
 
 def test_B4_a_graph_from_before_is_refused() -> None:
+    """Backward through a graph that was recorded before the weights were offloaded raises."""
     model, optimizer = trained()
     optimizer.zero_grad()
     losses = [loss_of(model, 1) for _ in range(2)]
@@ -202,6 +204,7 @@ def _mapped(p: Tensor, path: pathlib.Path) -> Tensor:
 
 @pytest.mark.parametrize("how", FIXED)
 def test_B4_memory_of_others_is_refused_by_name(how: str, tmp_path: pathlib.Path) -> None:
+    """A weight's memory cannot be released if numpy, another process or a file uses it."""
     model = Net(torch.float32)
     optimizer = torch.optim.AdamW(model.parameters())
     one_step(model, optimizer, 0)
@@ -247,7 +250,7 @@ print("brought back")
 
 
 def test_B4_onload_without_room() -> None:
-    """A process whose address space is too small for it, until it is not."""
+    """The process' address space is too small for onload, until the limit is lifted."""
     result = subprocess.run(
         [sys.executable, "-c", _WITHOUT_ROOM], capture_output=True, text=True, env=resident_memory.environment()
     )

@@ -1,4 +1,4 @@
-"""torch.library.opcheck, all of its tests, for every operator and kind of call."""
+"""torch.library.opcheck, with all of its checks, for every sample of every operator."""
 
 import c_api
 import operator_samples

@@ -1,4 +1,5 @@
-"""torch.ops.torch_ext.*: arguments arrive where they belong, and what the operators are to torch."""
+"""torch.ops.torch_ext.*: each argument reaches the library as the right one, and operators behave as torch expects
+(versions, autograd, modes, threads)."""
 
 import ctypes
 import gc
@@ -21,7 +22,7 @@ from torch_ext import AdamW
 ops = torch.ops.torch_ext
 
 
-# -- arguments arrive where they belong: results against a few lines of torch ------------------------------------------
+# -- each argument reaches the library as the right one: results against a few lines of torch --------------------------
 
 
 @pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])
@@ -91,6 +92,7 @@ def test_adamw_skips_and_counts() -> None:
     "position, value", [(14, 8), (15, 2), (16, 0)], ids=["seed", "moment_rounding", "weight_rounding"]
 )
 def test_adamw_integers_matter(position: int, value: int) -> None:
+    """seed, moment_rounding and weight_rounding each affect the states or weights that they are for."""
     one_way = run("adamw_", samples.adamw(param=BF16))
     arguments = samples.adamw(param=BF16)
     arguments[position] = value
@@ -219,7 +221,7 @@ def test_master_resync_only_counts_where_it_checks() -> None:
 
 @pytest.mark.parametrize("master, counts", [(F32, [1, 1, 0, 1]), (I16, [5, 6, 0, 4])], ids=["fp32", "remainders"])
 def test_master_checksum(master: torch.dtype, counts: list[int]) -> None:
-    """Beside remainders all of a block is taken over: of 1030 weights the last 6, of 4100 the last 4."""
+    """With remainders a whole block is taken over: of 1030 weights the last 6, of 4100 the last 4."""
     params, masters, checksums, stale, _ = samples.master_checksum(master)
     before, old = bits(masters), [m.clone() for m in masters]
     ops.master_checksum_(params, masters, checksums, stale, 0)
@@ -247,7 +249,7 @@ def test_a_sample_of_a_large_tensor_is_32_of_every_2048() -> None:
             assert int(stale) == int(i % 2048 < 32), i
 
 
-# -- what is not an error ----------------------------------------------------------------------------------------------
+# -- legal, though unusual ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sample", samples.SAMPLES, ids=lambda s: s.id)
@@ -356,7 +358,7 @@ def test_defaults_of_the_schema() -> None:
 # -- torch's side: autograd, inference mode, fake tensors --------------------------------------------------------------
 
 
-# Who calls an operator: this package, or anybody.
+# ways to call an operator: this package's, and torch's
 WAYS: dict[str, Any] = {
     "call": torch_ext.native.ops.call,
     "torch.ops": lambda name, *arguments: getattr(ops, name)(*arguments),
@@ -415,6 +417,7 @@ def test_call_keeps_no_storage(sample: samples.Sample) -> None:
 
 
 def test_look_counts_nothing_up() -> None:
+    """call_unversioned leaves version counters alone."""
     w = torch.ones(3)
     torch_ext.native.ops.call_unversioned("bucket_accumulate_", [w], [torch.ones(3)])
     assert w._version == 0 and w.tolist() == [2.0] * 3
@@ -429,7 +432,7 @@ def test_views_of_what_is_written_count_with_it() -> None:
 
 
 def test_operators_let_other_threads_run() -> None:
-    """The kernel that counts versions up is Python's; what computes behind it does not hold the interpreter."""
+    """The kernel that updates version counters is in Python; the computation must not hold the interpreter's lock."""
     import threading
 
     main, grad = torch.zeros(30_000_000), torch.ones(30_000_000)
@@ -480,7 +483,7 @@ def test_a_copy_of_the_arguments_gives_the_same_bits() -> None:
 
 
 def test_errors_in_many_threads_at_once() -> None:
-    """The message belongs to its call: threads do not see each other's."""
+    """Each call gets its own error message, not that of a call in another thread."""
     import concurrent.futures
 
     def fail(n: int) -> str:
@@ -497,12 +500,12 @@ def test_pointer_size_is_as_the_stack_reader_assumes() -> None:
     assert ctypes.sizeof(ctypes.c_void_p) == 8
 
 
-# -- which calls go past torch's dispatcher ----------------------------------------------------------------------------
+# -- which calls bypass torch's dispatcher -----------------------------------------------------------------------------
 
 
 @pytest.fixture
 def direct(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each call, whether it was."""
+    """Returns a list to which each call appends whether it bypassed the dispatcher."""
     if torch_ext.native.direct_call.caller() is None:
         pytest.skip("this torch shows C no tensors")
     calls: list[bool] = []
@@ -523,6 +526,7 @@ def accumulate(grad: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_step_is(direct: list[bool]) -> None:
+    """An optimizer's step makes one operator call, which bypasses the dispatcher."""
     opt = AdamW([torch.nn.Parameter(torch.ones(n)) for n in (1, 300)], lr=1e-2)
     for _ in range(2):
         for p in opt.param_groups[0]["params"]:
@@ -534,7 +538,8 @@ def test_a_step_is(direct: list[bool]) -> None:
 
 @pytest.mark.parametrize("place", [0, -1, 5, 2**31 - 1])
 def test_the_order_of_memory_is_noted_and_may_be_nonsense(place: int, direct: list[bool]) -> None:
-    """Refused is what overlaps, whatever was noted; and what is right is noted again."""
+    """`order` caches the parameters' order in memory between calls. Overlap must be rejected whatever it contains, and
+    a wrong order must be corrected."""
     arguments = samples.adamw_flat()
     expected = run("adamw_flat_", copy(arguments))
     order = torch_ext.native.direct_call.order_for(len(arguments[0]))
@@ -605,7 +610,8 @@ def test_a_tensor_that_overrides_operators_sees_it(direct: list[bool]) -> None:
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (3,)])
 def test_a_negated_gradient_has_its_sign(shape: tuple[int, ...], direct: list[bool]) -> None:
-    """As autograd leaves it where a parameter is the imaginary part of something conjugated."""
+    """Autograd returns such a gradient if a parameter is the imaginary part of something conjugated. Its memory holds
+    the negated numbers."""
     negated = torch.complex(torch.zeros(shape), torch.full(shape, 2.0)).conj().imag
     assert negated.is_neg()
     total = accumulate(negated)
@@ -616,7 +622,7 @@ def test_a_negated_gradient_has_its_sign(shape: tuple[int, ...], direct: list[bo
 def test_no_object_is_kept_or_lost(direct: list[bool]) -> None:
     grad, total = torch.ones(1), torch.zeros(1)
     objects = [torch.Tensor, grad, total]
-    gc.collect()  # other tests' tensors, which are references to their class
+    gc.collect()  # other tests' tensors also refer to their class
     before = [sys.getrefcount(o) for o in objects]
     for _ in range(1000):
         torch_ext.native.ops.call_unversioned("bucket_accumulate_", [total], [grad])
@@ -627,6 +633,7 @@ def test_no_object_is_kept_or_lost(direct: list[bool]) -> None:
 
 
 def test_left_out_arguments_and_no_lists_are_torchs(direct: list[bool]) -> None:
+    """Such calls go through torch's dispatcher, which raises its own errors."""
     with pytest.raises(RuntimeError):
         torch_ext.native.ops.call_unversioned("bucket_accumulate_", [torch.ones(1)])
     with pytest.raises((RuntimeError, TypeError)):

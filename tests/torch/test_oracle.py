@@ -1,4 +1,4 @@
-"""The oracle itself: against torch's optimizers in float64, and against numbers worked out by hand."""
+"""Checks the float64 oracle: against torch's optimizers in float64, and against numbers worked out by hand."""
 
 import math
 

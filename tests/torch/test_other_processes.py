@@ -1,5 +1,5 @@
-"""Optimizers and their state dicts as arguments of a process that is not forked, to which torch.multiprocessing sends
-tensors as descriptors of shared memory."""
+"""Optimizers and their state dicts as arguments of a process that is started by spawn or forkserver.
+torch.multiprocessing passes their tensors as descriptors of shared memory."""
 
 import copy
 import multiprocessing
@@ -23,7 +23,7 @@ def matrices() -> torch.optim.Optimizer:
 
 
 def larger(**options: Any) -> torch.optim.Optimizer:
-    """Beside the small ones a parameter whose states have memory of their own."""
+    """Returns an AdamW of small parameters and of one whose states have memory of their own."""
     shapes = [(130, 37), (5,), (300, 250)]
     return torch_ext.AdamW(params_of("bf16", shapes), lr=0.01, **options)
 
@@ -41,7 +41,8 @@ OPTIMIZERS: dict[str, Callable[[], torch.optim.Optimizer]] = {
 
 
 def goes_on(optimizer: Any, saved: dict[str, Any]) -> tuple[Any, Any]:
-    """What two steps make of a copy of an optimizer, and of another one that loads its state."""
+    """Takes two steps with a copy of the optimizer, and with one that has loaded its state; returns the weights and
+    states of both."""
     mine, other = copy.deepcopy((optimizer, optimizer))[0], copy.deepcopy(optimizer)
     other.state.clear()
     other.load_state_dict(saved)

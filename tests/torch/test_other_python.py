@@ -1,4 +1,4 @@
-"""The tests of the operators again under another interpreter, which has another torch: the same binary serves both.
+"""Runs the operator tests again under another interpreter with another torch: one library binary must serve both.
 
 TX_OTHER_PYTHON names the interpreter; it needs torch >= 2.10 and pytest.
 """
@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-HERE = pathlib.Path(os.path.realpath(__file__)).parent  # beside the sources, where the other test files are
+HERE = pathlib.Path(os.path.realpath(__file__)).parent  # the source folder, where the other test files are
 FILES = (
     "test_operators.py",
     "test_argument_errors.py",

@@ -1,5 +1,5 @@
-"""Each request for memory that libtorch_ext.so makes while a torch operator runs is refused once: the call says so, has
-changed nothing, and gives back all that it was handed."""
+"""Out of memory in libtorch_ext.so while a torch operator runs. Each of an operator's allocations is made to fail once:
+the call must say so, change nothing, and release everything that it was handed."""
 
 import ctypes
 import json
@@ -19,8 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import torch_ext
 
-# A malloc for the whole process, which refuses the request that is `allowed` requests away, of those that come from
-# between two addresses. The library may be entered by several threads of torch's pool.
+# A malloc for the whole process. It counts allocations that come from between two addresses and fails the one that is
+# `allowed` allocations away. It must be thread-safe: several threads of torch's pool may run library code.
 PRELOADED = """
 #include <stddef.h>
 void *__libc_malloc(size_t bytes);
@@ -40,11 +40,11 @@ void *calloc(size_t n, size_t bytes) { return REFUSES ? NULL : __libc_calloc(n, 
 void *realloc(void *memory, size_t bytes) { return REFUSES ? NULL : __libc_realloc(memory, bytes); }
 """
 
-MANY = [3] * 100  # parameters: more than tables on the stack hold, of a call's tensors and of its ranges
+MANY = [3] * 100  # sizes of more parameters than fit into the library's tables on the stack
 
 
 def repeated(make: Callable[[], list[Any]]) -> Callable[[], list[Any]]:
-    """With every list as long as MANY or longer."""
+    """Returns `make` with every list at least as long as MANY."""
 
     def longer() -> list[Any]:
         arguments = [make() for _ in MANY]
@@ -66,12 +66,12 @@ CALLS = [
     Sample("master_resync_", "many", repeated(lambda: samples.master_resync(changed=False))),
 ]
 
-# Those whose calls ask for none at all.
-FRUGAL = {"grad_norm_", "muon_mirror_"}
+# Operators that never allocate.
+NEVER_ALLOCATES = {"grad_norm_", "muon_mirror_"}
 
 
 def addresses() -> tuple[int, int]:
-    """Where the library is."""
+    """Returns the address range of the library's code and data."""
     path = os.path.realpath(torch_ext.library_path())
     lines = [line.split() for line in pathlib.Path("/proc/self/maps").read_text().splitlines() if line.endswith(path)]
     ranges = [line[0].split("-") for line in lines]
@@ -79,13 +79,15 @@ def addresses() -> tuple[int, int]:
 
 
 def problem(sample: Sample, error: RuntimeError | None, arguments: list[Any], before: list[bytes]) -> str:
+    """Returns what is wrong with a call whose allocation failed; empty if nothing is."""
     if error is None or "no memory" not in str(error) or f"torch_ext::{sample.operator}:" not in str(error):
         return f"{sample.id}: {error}"
     return "" if samples.bits(arguments) == before else f"{sample.id} changed something: {error}"
 
 
 def refused(sample: Sample) -> Iterator[tuple[str, str]]:
-    """Of each request, what is wrong with how it was refused, and what was said."""
+    """Fails each allocation of the call in turn. Yields, for each, what is wrong (empty if nothing is) and the error's
+    text."""
     process = ctypes.CDLL(None)
     begin, end = map(ctypes.c_void_p, addresses())
     for failing in range(20):
@@ -113,7 +115,7 @@ def refused(sample: Sample) -> Iterator[tuple[str, str]]:
 
 
 def sweep() -> None:
-    """Prints, as JSON, what is wrong, and all that was said."""
+    """Prints as JSON everything that is wrong, and the error texts of each sample."""
     found = {sample.id: list(refused(sample)) for sample in CALLS}
     wrong = [text for rows in found.values() for text, _ in rows if text]
     print(json.dumps([wrong, {key: [said for _, said in rows if said] for key, rows in found.items()}]))
@@ -121,6 +123,7 @@ def sweep() -> None:
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Returns what `sweep` prints in a process that has the failing malloc."""
     library = gpu_stand_in.compile_library(tmp_path_factory.mktemp("malloc"), "refuse_memory.so", PRELOADED, "-O1")
     environment = os.environ | {"LD_PRELOAD": str(library), "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", "import test_out_of_memory as test; test.sweep()"]
@@ -137,7 +140,7 @@ def test_a_call_that_gets_no_memory_says_so_and_has_changed_nothing(swept: Any) 
 def test_every_operator_was_refused_memory_wherever_it_asks(swept: Any) -> None:
     _, said = swept
     asked = {key.split("-")[0] for key, each in said.items() if each}
-    assert set(c_api.operators()) - asked == FRUGAL
+    assert set(c_api.operators()) - asked == NEVER_ALLOCATES
     messages = [message for each in said.values() for message in each]
     for room in ("to read 1200 tensors", "for the states of 100 params", "to check 1200 tensors"):
         assert any(f"no memory {room}" in message for message in messages), messages

@@ -1,5 +1,5 @@
-"""What torch.optim takes as parameters and groups: every idiom of its documentation, and random structures of groups,
-train what torch's own optimizer trains, with and without a policy."""
+"""Parameters and groups as torch.optim accepts them: every idiom of its documentation, and random structures of groups,
+must train what torch's own optimizer trains, with and without a policy."""
 
 import collections
 import copy
@@ -33,7 +33,7 @@ def no_decay(name: str) -> bool:
     return "bias" in name or "norm" in name
 
 
-# Of a model: what an optimizer is given. Made for each optimizer anew, as iterators give their items but once.
+# idiom -> what the optimizer gets of a model; created for each optimizer, since iterators can be used only once
 IDIOMS: dict[str, Callable[[Net], Any]] = {
     "parameters()": lambda m: m.parameters(),
     "named_parameters()": lambda m: m.named_parameters(),
@@ -94,7 +94,7 @@ def trained(optimizer: torch.optim.Optimizer, model: nn.Module, steps: int = 3) 
 
 
 def settings(optimizer: torch.optim.Optimizer, theirs: torch.optim.Optimizer) -> list[Any]:
-    """What each group has of what torch's groups have, and how many parameters."""
+    """Returns, for each group, the values of the keys that torch's group has, and the number of parameters."""
     return [
         {key: len(g[key]) if key == "params" else g[key] for key in h}
         for g, h in zip(optimizer.param_groups, theirs.param_groups, strict=True)
@@ -102,6 +102,7 @@ def settings(optimizer: torch.optim.Optimizer, theirs: torch.optim.Optimizer) ->
 
 
 def check(ours: torch.optim.Optimizer, own: nn.Module, theirs: torch.optim.Optimizer, other: nn.Module) -> None:
+    """Asserts that both optimizers have equal groups and train their models to equal weights."""
     assert settings(ours, theirs) == settings(theirs, theirs)
     before = [p.detach().clone() for p in own.parameters()]
     for p, q, was in zip(trained(ours, own), trained(theirs, other), before, strict=True):
@@ -139,7 +140,7 @@ def test_add_param_group_trains_what_torch_trains(added: Any) -> None:
 
 
 def test_groups_are_the_dicts_that_were_given() -> None:
-    """As torch's: who keeps the dict may change the group by it."""
+    """As with torch, code that keeps the dict can change the group through it."""
     model, group = net(), dict[str, Any](lr=0.1)
     group["params"] = model.parameters()
     optimizer = torch_ext.AdamW([group])
@@ -148,6 +149,7 @@ def test_groups_are_the_dicts_that_were_given() -> None:
 
 
 def test_the_policy_is_that_of_what_iterators_give() -> None:
+    """An iterator is consumed once, so the dtype must be found without using it up."""
     model = net()
     model.base.bfloat16()
     for params in (
@@ -162,7 +164,7 @@ def test_the_policy_is_that_of_what_iterators_give() -> None:
         assert optimizer.state[model.base[0].weight]["exp_avg"].dtype == torch.bfloat16
 
 
-# What torch refuses, ours refuses with the same class of error.
+# What torch rejects, ours rejects with the same class of exception.
 REFUSED: dict[str, Callable[[Net], Any]] = {
     "nothing": lambda m: [],
     "an iterator of nothing": lambda m: iter([]),
@@ -192,11 +194,11 @@ def test_what_torch_refuses_is_refused(case: str, way: str) -> None:
         torch_ext.AdamW(REFUSED[case](net()), **WAYS[way])
 
 
-# -- the documentation's idioms beyond parameters -----------------------------------------------------------------
+# -- the documentation's idioms other than parameters ------------------------------------------------------------------
 
 
 def adapt_state_dict_ids(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """torch.optim's documentation, "How to utilize named parameters to load optimizer state dict"."""
+    """The hook of torch.optim's documentation, "How to utilize named parameters to load optimizer state dict"."""
     adapted = copy.deepcopy(optimizer.state_dict())
     for k, v in state_dict["param_groups"][0].items():
         if k not in ["params", "param_names"]:
@@ -211,7 +213,7 @@ def adapt_state_dict_ids(optimizer: torch.optim.Optimizer, state_dict: dict[str,
 
 
 def test_load_hook_of_the_documentation() -> None:
-    """States by name, into an optimizer with more parameters in another order."""
+    """States are matched by name, into an optimizer with more parameters in another order."""
     after = []
     for kind in CLASSES["AdamW"]:
         model = net()
@@ -277,7 +279,8 @@ VALUES: dict[str, list[Any]] = {
 
 
 def structure(seed: int, named: list[tuple[str, Tensor]]) -> tuple[Any, list[dict[str, Any]], dict[str, Any]]:
-    """What an optimizer is given, what is added to it later, and its options: the same for the same seed, made anew."""
+    """Returns what an optimizer gets, the groups that are added later, and its options. Equal seeds give equal
+    structures."""
     rng = random.Random(seed)
     with_names = rng.random() < 0.4
     items: list[Any] = list(named) if with_names else [p for _, p in named]
@@ -311,7 +314,7 @@ def test_random_groups_train_what_torch_trains(seed: int) -> None:
 
 
 def test_random_groups_are_of_many_kinds() -> None:
-    """The generator above makes what it is for."""
+    """Checks the generator: it makes enough different structures."""
     kinds = collections.Counter[str]()
     for seed in range(40):
         params, later, _ = structure(seed, list(net().named_parameters()))
@@ -332,13 +335,13 @@ def stepped(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("way", ["as it was made", "copied", "loaded into itself", "loaded from Adam"])
 def test_a_group_of_adamw_may_have_adams_weight_decay(way: str) -> None:
-    """As torch's; a load does not change which, as it does not of another class."""
+    """As in torch.optim. Loading a state does not change a group's kind of weight decay, not even a state of Adam."""
     found = {}
     for kind, adam in ((torch.optim.AdamW, torch.optim.Adam), (torch_ext.AdamW, torch_ext.Adam)):
         both = [torch.nn.Parameter(torch.ones(5)), torch.nn.Parameter(torch.ones(5))]
         groups = [{"params": both[:1], "decoupled_weight_decay": False}, {"params": both[1:]}]
         optimizer = kind(groups, lr=0.1, weight_decay=0.5)
-        if way == "copied" and kind is torch_ext.AdamW:  # torch's forgets it
+        if way == "copied" and kind is torch_ext.AdamW:  # torch's copy loses it
             optimizer = copy.deepcopy(optimizer)
         if way.startswith("loaded") and kind is torch_ext.AdamW:
             other = adam([{"params": [p]} for p in both], lr=0.1, weight_decay=0.5)

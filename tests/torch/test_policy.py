@@ -1,6 +1,5 @@
-"""The loader from Python (semantics.md, A and B1): tests/core/policy_test.cc covers the rules, here is what Python
-adds.
-"""
+"""torch_ext.load_policy from Python (semantics.md, A and B1). tests/core/policy_test.cc covers the rules; these tests
+cover what Python adds."""
 
 import copy
 import json
@@ -21,7 +20,7 @@ def linear(dtype: torch.dtype) -> nn.Module:
     return nn.Linear(4, 4).to(dtype)
 
 
-# A2: mode -> what the policy has
+# A2: mode -> the policy's values
 MATRIX = {
     "bf16": dict(
         param_dtype=torch.bfloat16,
@@ -63,7 +62,7 @@ MATRIX = {
         fp16=False,
     ),
 }
-# A1: how a mode can be asked for
+# A1: ways to ask for a mode
 SOURCES = {
     "nothing": ("bf16", lambda: torch_ext.load_policy()),
     "bf16 flag": ("bf16", lambda: torch_ext.load_policy(bf16=True)),
@@ -326,7 +325,7 @@ def test_printed_table_has_every_key_and_where_it_came_from() -> None:
 
 
 def test_a_policy_from_before_a_field_has_its_default() -> None:
-    """As a pickle has it that is older than the field."""
+    """Such a policy comes from a pickle that is older than the field."""
     policy = torch_ext.load_policy(torch.bfloat16)
     older = copy.copy(policy)
     for new in ("states", "min_8bit_size"):

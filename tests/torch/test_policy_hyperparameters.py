@@ -1,4 +1,5 @@
-"""What was set explicitly in a policy is what its optimizer starts from; what was not, is torch's default."""
+"""Hyper-parameters in a policy: the optimizer starts from values that were set explicitly, and from torch's defaults
+otherwise. Also the policy's optimizer name and clip_grad."""
 
 import copy
 import inspect
@@ -14,7 +15,7 @@ from training import bits, everything, params_of, set_grads
 
 import torch_ext
 
-# The policy's key -> where it is found in a group.
+# policy key -> its value in a group
 KEYS: dict[str, Any] = {
     "lr": lambda group: group["lr"],
     "weight_decay": lambda group: group["weight_decay"],
@@ -24,7 +25,7 @@ KEYS: dict[str, Any] = {
 }
 EXPLICIT = {"lr": 1e-5, "weight_decay": 0.5, "adam_beta1": 0.8, "adam_beta2": 0.85, "adam_eps": 1e-4}
 CLASSES = {"AdamW": (torch_ext.AdamW, torch.optim.AdamW), "Adam": (torch_ext.Adam, torch.optim.Adam)}
-# How a value is set explicitly.
+# Ways to set a value explicitly.
 WAYS = {
     "config": lambda **values: torch_ext.load_policy(torch.float32, optimizer_config=values),
     "override": lambda **values: torch_ext.load_policy(torch.float32, override_optimizer_config=values),
@@ -61,7 +62,7 @@ def test_explicit_values_are_what_the_optimizer_starts_from(way: str, kind: str)
     assert torch.allclose(optimizer.param_groups[0]["params"][0], other.param_groups[0]["params"][0], rtol=0, atol=1e-7)
 
 
-# How Muon is told what AdamW steps: arguments, what the group says -> what AdamW would have been told.
+# case -> Muon's arguments, the group's keys, and the equivalent arguments of AdamW
 OF_MUONS_ADAMW: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "nothing": ({}, {}, {}),
     "lr": ({"lr": 0.02}, {}, {"lr": 0.02}),
@@ -77,7 +78,7 @@ OF_MUONS_ADAMW: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]
 @pytest.mark.parametrize("key", ["adam_beta1", "adam_beta2", "adam_eps", "lr", "weight_decay"])
 def test_what_muon_has_adamw_step_starts_from_the_policy(key: str, case: str) -> None:
     options, group, told = OF_MUONS_ADAMW[case]
-    set_to = {"weight_decay": 0.1} | {key: EXPLICIT[key]}  # both optimizers have a default of their own for it
+    set_to = {"weight_decay": 0.1} | {key: EXPLICIT[key]}  # Muon and AdamW have different defaults for it
     policy = torch_ext.load_policy(torch.float32, override_optimizer_config=set_to)
     both = (
         torch_ext.Muon([{"params": [one()]} | group], policy=policy, **options),
@@ -100,7 +101,7 @@ def test_defaults_of_a_policy_leave_torchs(policy: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_argument_before_policy_before_default_and_a_group_before_all(seed: int) -> None:
-    """Each key on its own, from a random place each."""
+    """Each key gets its value from a random place, independently of the others."""
     rng = random.Random(seed)
     kind = rng.choice(list(CLASSES))
     explicit, given, of_group = ({key: rng.uniform(0.1, 0.9) for key in KEYS if rng.random() < 0.5} for _ in range(3))
@@ -108,7 +109,7 @@ def test_argument_before_policy_before_default_and_a_group_before_all(seed: int)
     def as_options(values: dict[str, float], below: dict[str, float]) -> dict[str, Any]:
         names = {"lr": "lr", "weight_decay": "weight_decay", "adam_eps": "eps"}
         options: dict[str, Any] = {names[key]: value for key, value in values.items() if key in names}
-        if {"adam_beta1", "adam_beta2"} & set(values):  # both at once
+        if {"adam_beta1", "adam_beta2"} & set(values):  # betas sets both
             options["betas"] = tuple((below | values)[key] for key in ("adam_beta1", "adam_beta2"))
         return options
 
@@ -134,6 +135,7 @@ def test_an_argument_that_is_torchs_default_is_an_argument(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_what_another_optimizer_starts_from_is_an_argument(kind: str) -> None:
+    """Values that are copied from another optimizer's group count as arguments, although they equal the defaults."""
     other = CLASSES[kind][0]([one()])
     options = {key: other.param_groups[0][key] for key in ("lr", "betas", "eps", "weight_decay")}
     optimizer = CLASSES[kind][0]([one()], policy=WAYS["config"](**EXPLICIT), **options)
@@ -172,7 +174,8 @@ def test_schedulers_start_from_it() -> None:
 
 
 def test_values_in_groups_are_plain_numbers() -> None:
-    """Whatever they came from, and in the signature: what is pickled, saved and introspected is torch's."""
+    """Values are floats wherever they come from, also in the signature, so that pickles, saved states and introspection
+    are as torch's."""
     for kind, key in itertools.product(CLASSES, ("lr", "eps", "weight_decay")):
         assert type(inspect.signature(CLASSES[kind][0]).parameters[key].default) is float
     for policy in (None, WAYS["config"](**EXPLICIT), WAYS["config"](lr=0.5)):
@@ -223,7 +226,7 @@ ONE_PER_OPTIMIZER = {
 
 
 class Wrapper(torch.optim.Optimizer):
-    """As implementations of SAM are: the groups have every argument of the optimizer that is wrapped."""
+    """Like implementations of SAM: its groups contain every argument of the wrapped optimizer."""
 
     def __init__(self, params: Any, base: Any, **options: Any) -> None:
         super().__init__(params, {"rho": 0.05, **options})
@@ -270,7 +273,7 @@ def params(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def by_the_policy(steps: int = 3) -> list[dict[str, bytes]]:
-    """What an optimizer whose policy clips comes to, as ours clips for one whose policy does not."""
+    """Returns what an optimizer should reach whose policy clips, computed with explicit clips."""
     optimizer = plain()
     for step in range(steps):
         set_grads(params(optimizer), step)
@@ -305,7 +308,7 @@ def total_norm(ps: list[Any]) -> None:
     torch.nn.utils.clip_grads_with_norm_(ps, 1.0, torch.nn.utils.get_total_norm([p.grad for p in ps]))
 
 
-# How users clip: by a limit of their own, which is not the policy's and lets more pass.
+# Ways in which users clip: with a limit of their own that differs from the policy's and lets larger norms pass.
 CLIPS: dict[str, Any] = {
     "ours, by the optimizer": lambda o: torch_ext.clip_grad_norm_(o, 1.0),
     "ours, in place": lambda o: torch_ext.clip_grad_norm_(params(o), 1.0),
@@ -317,7 +320,7 @@ CLIPS: dict[str, Any] = {
     "torch's, by value": lambda o: torch.nn.utils.clip_grad_value_(params(o), 0.01),
     "torch's, by a norm": lambda o: total_norm(params(o)),
 }
-# What is no clipping.
+# Calls that measure but do not clip.
 MEASURES: dict[str, Any] = {
     "nothing": lambda o: None,
     "ours, by the optimizer": lambda o: torch_ext.clip_grad_norm_(o, float("inf")),
@@ -351,7 +354,7 @@ def test_what_the_user_measured_is_still_clipped(how: str) -> None:
     assert everything(optimizer) == by_the_policy()
 
 
-# What ends a clip of the user's: the gradients after it are others.
+# What ends the effect of a user's clip: the gradients after it are new.
 ENDS: dict[str, Any] = {
     "a step": lambda o: o.step(),
     "zero_grad": lambda o: o.zero_grad(),
@@ -396,7 +399,7 @@ def test_a_closure_is_clipped_after_it_ran() -> None:
 
 
 def test_the_loss_scale_is_taken_out_before() -> None:
-    """As GradScaler has it with fused=True: gradients are too large by a scale that the step knows."""
+    """As GradScaler does with fused=True: gradients are still scaled, and the step knows the scale."""
     optimizer = clipping(fused=True)
     optimizer.grad_scale = torch.tensor(1024.0)
     set_grads(params(optimizer), 0)
@@ -421,7 +424,7 @@ def test_a_norm_that_is_not_finite_skips_the_step(measured: bool) -> None:
 
 
 def test_optimizers_clip_their_own_parameters() -> None:
-    """Two of one model, of which the user clips one: the other's policy clips the other."""
+    """Two optimizers; the user clips the gradients of one, so the policy clips only the other's."""
     optimizers = [clipping(), clipping()]
     for optimizer in optimizers:
         set_grads(params(optimizer), 0)

@@ -1,4 +1,4 @@
-"""When weights are published: between whole steps and nowhere else, whatever else an optimizer does meanwhile."""
+"""When weights are published: only between whole steps, whatever else an optimizer does meanwhile."""
 
 import copy
 from collections.abc import Callable
@@ -16,7 +16,7 @@ BF16 = torch.bfloat16
 
 
 class Net(nn.Module):
-    """With a backward of its own."""
+    """A model with a method that runs a backward."""
 
     def __init__(self, dtype: torch.dtype = BF16) -> None:
         super().__init__()
@@ -33,13 +33,13 @@ class Net(nn.Module):
 
 
 class Following:
-    """An engine that takes each version of a publisher, and is compared with the trainer."""
+    """An engine that applies each version of a publisher and is compared with the trainer."""
 
     def __init__(self, model: nn.Module, publisher: torch_ext.WeightPublisher) -> None:
         self.model, self.publisher, self.engine = model, publisher, Engine(model)
 
     def takes(self) -> int:
-        """The bytes of the next version."""
+        """Publishes and applies the next version; returns its size in bytes."""
         delta = self.publisher.publish()
         self.engine.subscriber.apply(delta, "full")
         assert [n for n, p in self.model.named_parameters() if not _same(p, self.engine.tensors[n])] == []
@@ -47,18 +47,20 @@ class Following:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """By bits; without numpy, which would keep memory where it is."""
+    """Whether all bits are equal. It avoids numpy, because memory that numpy has seen cannot be released."""
     kind = torch.int16 if a.element_size() == 2 else torch.int32
     return torch.equal(a.detach().view(kind), b.detach().view(kind))
 
 
 def _refused(call: Callable[[], Any]) -> str:
+    """Returns the text of the RuntimeError that the call must raise."""
     with pytest.raises(RuntimeError) as raised:
         call()
     return str(raised.value)
 
 
 def _calls(publisher: torch_ext.WeightPublisher, model: nn.Module, optimizer: Any) -> dict[str, Callable[[], Any]]:
+    """Returns everything that reads weights to publish them, by the name that errors use."""
     return {
         "publish()": publisher.publish,
         "full()": publisher.full,
@@ -72,7 +74,7 @@ def _calls(publisher: torch_ext.WeightPublisher, model: nn.Module, optimizer: An
 
 @pytest.mark.parametrize("policy", ["bf16", "bf16_remainder", "fp32", "no master"])
 def test_steps_in_backward(policy: str) -> None:
-    """What they write is known as what step() writes is: deltas are as small."""
+    """The publisher knows what steps in backward wrote as it knows what step() wrote: deltas have equal sizes."""
     sizes = []
     for in_backward in (False, True):
         net = Net(POLICIES[policy][0])
@@ -96,6 +98,7 @@ def test_steps_in_backward(policy: str) -> None:
 
 
 def test_between_a_backward_that_steps_and_step() -> None:
+    """Some weights are stepped and others are not: nothing can be published until step() or zero_grad()."""
     net = Net()
     optimizer = torch_ext.AdamW(net.named_parameters(), lr=1e-3, step_in_backward=True)
     publisher = torch_ext.WeightPublisher(net, optimizer)
@@ -109,12 +112,12 @@ def test_between_a_backward_that_steps_and_step() -> None:
     assert publisher.version == 2
 
 
-# -- weights that are others for a while -------------------------------------------------------------------------------
+# -- weights that are swapped for a while ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", ["bf16", "fp32", "no master"])
 def test_averages_and_masters_that_are_swapped_in(policy: str) -> None:
-    """Nothing is published inside; leaving it, the weights are those of before."""
+    """Nothing can be published inside the contexts. Afterwards the weights are unchanged."""
     net = Net(POLICIES[policy][0])
     averaged: Any = {} if policy == "no master" else {"ema_decay": 0.9}
     optimizer = torch_ext.AdamW(net.named_parameters(), lr=1e-3, policy=policy_of(policy), **averaged)
@@ -198,7 +201,7 @@ def test_steps_that_are_skipped(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["bf16", "bf16_remainder", "fp32", "no master"])
 def test_weights_that_are_offloaded_between_phases(policy: str) -> None:
-    """They are at other addresses afterwards, which is no write: deltas stay small."""
+    """The weights have new addresses afterwards, which must not count as a write: deltas stay small."""
     trainer = Trainer(policy, lr=1e-6)
     model, optimizer = trainer.model, trainer.optimizer
     following = Following(model, trainer.publisher)
@@ -224,13 +227,13 @@ def test_weights_that_are_offloaded_between_phases(policy: str) -> None:
     following.takes()
 
 
-# -- writes that nobody tells ------------------------------------------------------------------------------------------
+# -- writes that the step ignores or that leave no trace ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("policy", ["bf16", "bf16_remainder", "8bit", "fp16"])
 def test_writes_that_the_step_ignores(policy: str, in_place: bool) -> None:
-    """on_external_write="ignore": the step makes a weight its master's again, where it was published otherwise."""
+    """on_external_write="ignore": a step restores the weight from its master, after another value was published."""
     trainer = Trainer(policy, lr=1e-3, on_external_write="ignore")
     following = Following(trainer.model, trainer.publisher)
     trainer.step(2)
@@ -251,7 +254,8 @@ def test_writes_that_the_step_ignores(policy: str, in_place: bool) -> None:
 @pytest.mark.parametrize("at", [0, 300, 1023])
 @pytest.mark.parametrize("policy", ["bf16", "bf16_remainder", "8bit"])
 def test_a_write_beside_which_a_step_changed_a_weight_or_two(policy: str, at: int) -> None:
-    """In the same 1024 of a checksum, not in the same 128 of a bound."""
+    """The write and the step's changes are in the same 1024 elements that share a checksum, but not in the same 128
+    that share a bound."""
     model = nn.Linear(1024, 2, bias=False).to(POLICIES[policy][0])
     optimizer = torch_ext.AdamW(model.named_parameters(), lr=1e-2, weight_decay=0.0, policy=policy_of(policy))
     following = Following(model, torch_ext.WeightPublisher(model, optimizer))
@@ -266,7 +270,8 @@ def test_a_write_beside_which_a_step_changed_a_weight_or_two(policy: str, at: in
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("policy", ["bf16", "bf16_remainder", "8bit"])
 def test_a_write_before_somebody_makes_the_state(policy: str, late: bool) -> None:
-    """state_dict() makes it, of weights that were not published so; also of a parameter that came late."""
+    """state_dict() creates the state from weights that were not published. The parameter may also be one that was added
+    later."""
     trainer = Trainer(policy, lr=1e-3)
     following = Following(trainer.model, trainer.publisher)
     written = trainer.params[0]
@@ -287,7 +292,7 @@ def test_a_write_before_somebody_makes_the_state(policy: str, late: bool) -> Non
 @pytest.mark.parametrize("how", ["model first", "model last", "masters of a state_dict", "in place"])
 @pytest.mark.parametrize("policy", ["bf16", "bf16_remainder", "8bit", "fp16", "fp32"])
 def test_weights_and_masters_that_are_both_loaded(policy: str, how: str, steps: int) -> None:
-    """They agree with each other, and with nothing that was published."""
+    """They agree with each other, but not with anything that was published."""
     trainer = Trainer(policy, lr=1e-4)
     model, optimizer = trainer.model, trainer.optimizer
     following = Following(model, trainer.publisher)
@@ -301,7 +306,7 @@ def test_weights_and_masters_that_are_both_loaded(policy: str, how: str, steps: 
         model.load_state_dict(weights)
     if how == "masters of a state_dict":
         optimizer.resync_masters(state_dict=weights)
-    elif how == "in place":  # as torch.distributed.checkpoint.load does
+    elif how == "in place":  # like torch.distributed.checkpoint.load
         for index, entry in optimizer.state_dict()["state"].items():
             for key, value in entry.items():
                 value.copy_(state["state"][index][key])
@@ -315,7 +320,7 @@ def test_weights_and_masters_that_are_both_loaded(policy: str, how: str, steps: 
 
 @pytest.mark.parametrize("policy", ["bf16", "bf16_remainder", "fp32"])
 def test_a_backward_that_stepped_and_whose_gradients_were_dropped_is_a_step(policy: str) -> None:
-    """Two of them may have moved a weight further than one."""
+    """Two steps may move a weight further than the bound of one step."""
     net = Net(POLICIES[policy][0])
     options: Any = {"policy": policy_of(policy), "step_in_backward": True}
     optimizer = torch_ext.AdamW(net.named_parameters(), lr=1e-3, **options)
@@ -350,7 +355,7 @@ def test_a_write_to_a_parameter_that_the_last_step_left_alone(policy: str, left_
     net = Net(torch.float32 if policy == "fp32" else BF16)
     optimizer = torch_ext.AdamW(net.parameters(), lr=1e-4, states=policy)
     following = Following(net, torch_ext.WeightPublisher(net, optimizer))
-    for step in range(2):  # both into one version
+    for step in range(2):  # both steps are in one version
         net.backward(step)
         if step == 1:
             net.up.weight.grad = None
@@ -365,7 +370,7 @@ def test_a_write_to_a_parameter_that_the_last_step_left_alone(policy: str, left_
 def test_a_forced_resync_tells_of_a_write_that_leaves_remainders_as_they_were() -> None:
     net = Net()
     optimizer = torch_ext.AdamW(net.parameters(), lr=1e-4, states="bf16_remainder")
-    optimizer.state_dict()  # remainders of zeros
+    optimizer.state_dict()  # all remainders are zero
     following = Following(net, torch_ext.WeightPublisher(net, optimizer))
     net.down.bias.data[3] = 7
     optimizer.resync_masters(force=True)
@@ -379,6 +384,7 @@ def test_a_forced_resync_tells_of_a_write_that_leaves_remainders_as_they_were() 
 
 @pytest.mark.parametrize("states", ["fp32", "bf16", "bf16_remainder", "8bit"])
 def test_muon(states: Any) -> None:
+    """Every version of an engine that follows Muon has its bits, after several steps and after a silent write."""
     net = Net()
     optimizer = torch_ext.Muon(net, lr=1e-5, states=states)
     following = Following(net, torch_ext.WeightPublisher(net, optimizer))
@@ -393,6 +399,7 @@ def test_muon(states: Any) -> None:
 
 
 def test_of_two_publishers_the_later_one_is_told() -> None:
+    """An optimizer records changes for one publisher, the latest; the earlier one raises."""
     trainer = Trainer("bf16", lr=1e-3)
     following = Following(trainer.model, torch_ext.WeightPublisher(trainer.model, trainer.optimizer))
     trainer.step()
@@ -404,7 +411,8 @@ def test_of_two_publishers_the_later_one_is_told() -> None:
 
 
 def test_a_state_that_is_loaded_while_weights_stay() -> None:
-    """Masters become what was saved where that rounds to the weights, else the weights: either way these travel."""
+    """A master becomes the saved one if that rounds to its weight, and the weight otherwise: the published weights are
+    right in both cases."""
     trainer = Trainer("bf16", lr=1e-3)
     following = Following(trainer.model, trainer.publisher)
     trainer.step()

@@ -1,4 +1,4 @@
-"""What rounding costs, held to figures: `python tests/bench --quality` prints the same experiments at length."""
+"""Bounds on the error that rounding causes. `python tests/bench --quality` prints the same experiments in full."""
 
 import os
 import pathlib
@@ -15,14 +15,15 @@ torch.set_num_threads(1)
 
 ROOT = pathlib.Path(os.path.abspath(__file__)).parents[2]
 
-# state of v -> what the rms error of the step, 1/sqrt(v), stays below from the end of the warm-up on
+# Format of v (exp_avg_sq) -> bound of the rms error of the step length, 1/sqrt(v), from the end of the warm-up on.
 STEP_ERROR = {"fp32": 1e-5, "bf16": 0.02, "8-bit": 0.11}
 DECAY = Decay(elements=8192)
 
 
 @pytest.fixture(scope="module")
 def dithered() -> dict[str, Track]:
-    """v after gradients have become ten times smaller, beta2 = 0.999, dithered."""
+    """Returns tracks of dithered v (exp_avg_sq) by format, with beta2 = 0.999: v follows gradients that have become ten
+    times smaller."""
     tracks, _ = follow_moments(DECAY, [(state, "dithered") for state in STEP_ERROR], seed=0)
     return {track.state: track for track in tracks}
 
@@ -41,11 +42,12 @@ def test_dithered_v_arrives_at_the_true_mean(dithered: dict[str, Track], state: 
 
 @pytest.mark.parametrize("state", STEP_ERROR)
 def test_dithered_v_has_the_true_mean_on_the_way(dithered: dict[str, Track], state: str) -> None:
+    """Also in every sample during the decay, not only at its end."""
     assert max(abs(sample.mean - 1) for sample in dithered[state].after(DECAY.warmup)) <= 0.01
 
 
 def test_other_roundings_are_worse() -> None:
-    """Nearest does not move at all, stochastic rounding moves it by a random walk."""
+    """Rounding to nearest does not move v at all; stochastic rounding moves it by a random walk."""
     decay = Decay(elements=2048, decay=2000, every=2000 + 1000)
     kinds = [(state, rounding) for state in ("bf16", "8-bit") for rounding in ("nearest", "stochastic", "dithered")]
     tracks, _ = follow_moments(decay, kinds, seed=0)
@@ -56,9 +58,9 @@ def test_other_roundings_are_worse() -> None:
 
 # -- bf16 weights without a master --------------------------------------------------------------------------------
 
-# rounding -> rms error as a share of the update after 200 and after 2000 steps, at least and at most
+# rounding -> steps -> bounds of the rms error, relative to the update, after so many steps
 WEIGHT_ERROR = {
-    "nearest": {200: (0.98, 1.0), 2000: (0.98, 1.0)},  # hardly an update arrives
+    "nearest": {200: (0.98, 1.0), 2000: (0.98, 1.0)},  # nearly every update is lost
     "stochastic": {200: (0.40, 0.50), 2000: (0.12, 0.17)},
     "dithered": {200: (0.0, 0.17), 2000: (0.0, 0.023)},
     "floor": {200: (0.0, 0.11), 2000: (0.0, 0.010)},
@@ -78,11 +80,12 @@ def test_weights_without_a_master() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_G4_remainders_are_fp32_masters_under_the_rule(seed: int) -> None:
-    """Bit for bit in every step; elements that never meet the inexact pattern need no rule."""
+    """Equal to the bit in every step. An element that never has the one inexact bit pattern is equal without the rule
+    for it."""
     check = follow_remainders(steps=800, seed=seed)
     assert check.differ_from_rule == 0
     assert check.differ_unmet == 0
-    # One pattern of 2^17 (half of all weights are even): the rule was there to be met, and is as rare as it says.
+    # Half of all weights are even, so one bit pattern in 2^17 is inexact. It must occur, and be as rare as that.
     assert 5 <= check.elements_met <= check.met < 3 * check.element_steps / 2**17
 
 
@@ -99,7 +102,7 @@ def test_bench_prints_tables_and_draws_v(tmp_path: pathlib.Path, capsys: pytest.
 
 
 def test_losses_of_every_wire(tmp_path: pathlib.Path) -> None:
-    """In seconds: that each one trains and is reported. What they come to takes minutes."""
+    """In seconds, it shows that each wire format trains and is reported. Losses that mean something take minutes."""
     script = [sys.executable, "examples/gpt/wires.py", "--quick"]
     environment = os.environ | {"OUT_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(script, cwd=ROOT, env=environment, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""docs/recipes/nemo_automodel.md: its YAML, in Automodel's way of making, scheduling and saving an optimizer."""
+"""docs/recipes/nemo_automodel.md: its YAML, used as Automodel creates, schedules and saves an optimizer."""
 
 import copy
 import importlib
@@ -27,8 +27,9 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def _rebuilt(model: torch.nn.Module, section: dict[str, Any], tensor_parallel: bool = False) -> Any:
-    """The class by its path, called with params= and the section's keys; foreach=False where parameters are cut and the
-    class has such an argument; parameters that an override's pattern matches are a group with its factors."""
+    """Creates the optimizer as Automodel does: the class by its path, called with params= and the section's keys. With
+    tensor parallelism foreach=False is added if the class has that argument. Parameters that match an override's
+    pattern form a group with its factors."""
     options = dict(section)
     module, _, name = options.pop("_target_").rpartition(".")
     factory = getattr(importlib.import_module(module), name)
@@ -47,6 +48,7 @@ def _rebuilt(model: torch.nn.Module, section: dict[str, Any], tensor_parallel: b
 
 
 def _automodels(model: torch.nn.Module, section: dict[str, Any], tensor_parallel: bool = False) -> Any:
+    """Creates the optimizer with Automodel itself."""
     loader = importlib.import_module("nemo_automodel.components.config.loader")
     optim = importlib.import_module("nemo_automodel.components.optim.optimizer")
     options = loader.ConfigNode(section).to_dict()
@@ -63,6 +65,7 @@ BUILDERS = [
 
 
 def _section(block: int, **more: Any) -> dict[str, Any]:
+    """Returns the optimizer section of one of the page's YAML blocks."""
     return {**yaml.safe_load(recipes.blocks("nemo_automodel", "yaml")[block])["optimizer"], **more}
 
 
@@ -72,7 +75,8 @@ def _model() -> torch.nn.Module:
 
 
 def _train(model: torch.nn.Module, optimizer: Any, steps: range) -> None:
-    """Automodel's schedule writes lr and weight decay into the groups; its clip scales by a norm of its own."""
+    """Automodel's schedule writes lr and weight decay into the groups; its clip scales gradients by a norm that it
+    computes itself."""
     base = 1e-2, 0.1
     for step in steps:
         for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""docs/recipes/trainer.md: its lines, with transformers' own Trainer."""
+"""docs/recipes/trainer.md: its code, run with transformers' own Trainer."""
 
 import pathlib
 import warnings
@@ -34,7 +34,8 @@ def _model() -> torch.nn.Module:
 
 
 def _trained(folder: pathlib.Path, block: int, resume: bool = False, **options: Any) -> Any:
-    """The Trainer of the page's block after its last step. Resumed, its call of train() goes on at HALF."""
+    """Runs the page's block and returns its Trainer after the last step. resume: train() continues from the checkpoint
+    at HALF."""
     settings: dict[str, Any] = {"learning_rate": 5e-3, "weight_decay": 0.1, "max_grad_norm": 0.5, "warmup_steps": 1}
     arguments = transformers.TrainingArguments(
         str(folder),
@@ -78,6 +79,7 @@ def test_the_lines_of_an_average_end_with_it_in_the_model(tmp_path: pathlib.Path
 
 
 def test_what_the_trainer_hands_over_and_what_not(tmp_path: pathlib.Path) -> None:
+    """What the Trainer passes to the optimizer and what it does not, as the page says."""
     trainer = _trained(tmp_path, 0, adam_beta2=0.95, adam_epsilon=1e-6)
     decayed, others = trainer.optimizer.optimizer.param_groups
     assert [group["weight_decay"] for group in (decayed, others)] == [0.1, 0.0]
@@ -89,7 +91,7 @@ def test_what_the_trainer_hands_over_and_what_not(tmp_path: pathlib.Path) -> Non
 
 
 def test_checkpoint_keys(tmp_path: pathlib.Path) -> None:
-    """Those of the page; and both ways between ours and adamw_torch."""
+    """The keys are those that the page lists; states load both ways between ours and adamw_torch."""
     _trained(tmp_path, 0)
     saved = torch.load(tmp_path / f"checkpoint-{STEPS}" / "optimizer.pt", weights_only=True)
     for entry in saved["state"].values():

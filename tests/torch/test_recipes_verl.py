@@ -1,4 +1,4 @@
-"""docs/recipes/verl.md: its lines, in verl's way of making an optimizer."""
+"""docs/recipes/verl.md: its configuration lines, used as verl creates an optimizer."""
 
 import importlib
 import io
@@ -18,6 +18,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def _verls(params: Any, config: dict[str, Any]) -> Any:
+    """Creates the optimizer with verl itself."""
     theirs = importlib.import_module("verl.workers.config.optimizer")
     return theirs.build_optimizer(params, theirs.FSDPOptimizerConfig(**config))
 
@@ -32,13 +33,14 @@ def _model(dtype: torch.dtype) -> torch.nn.Module:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 16)).to(dtype)
     with torch.no_grad():
-        for p in model.parameters():  # not near zero, where bf16 numbers are close to each other
+        # Not near zero, where bf16 numbers are so close together that any update would move the weight.
+        for p in model.parameters():
             p.copy_(torch.where(p.abs() < 0.02, torch.full_like(p, 0.02), p))
     return model
 
 
 def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    """As verl's FSDP engine: torch's clip, a step where the norm is finite."""
+    """Like verl's FSDP engine: clips with torch's function and steps if the norm is finite."""
     params = list(model.parameters())
     for step in steps:
         generator = torch.Generator().manual_seed(step)
@@ -67,7 +69,7 @@ def test_two_words_of_verls_configuration_make_our_optimizer(build: Callable[...
 
 @pytest.mark.parametrize("build", BUILDERS)
 def test_at_the_learning_rates_of_reinforcement_learning_the_weights_move(build: Callable[..., Any]) -> None:
-    """How far 100 steps at lr 1e-6 went, in each way; the fp32 model says how far is right."""
+    """How far weights move in 100 steps at lr 1e-6. The fp32 model shows how far they should move."""
     lines = recipes.blocks("verl", "text")[0]
     runs: dict[str, tuple[torch.nn.Module, Any]] = {}
     for name, text, dtype in (("ours", lines, BF16), ("torch, bf16", "", BF16), ("torch, fp32", "", FP32)):
@@ -89,7 +91,8 @@ def test_at_the_learning_rates_of_reinforcement_learning_the_weights_move(build:
 
 
 def test_offload_and_checkpoint_as_verl_does_them_lose_no_bit() -> None:
-    """Its optimizer_offload replaces every tensor of the state; its checkpoints are state_dict() by torch.save."""
+    """verl's optimizer_offload replaces every tensor of the state; its checkpoints are state_dict() written by
+    torch.save."""
     for states in ("bf16", "bf16_remainder", "8bit"):
         config = configured(recipes.blocks("verl", "text")[0])
         config["override_optimizer_config"]["states"] = states
@@ -123,7 +126,8 @@ OFFLOADED = {
     "use_precision_aware_optimizer": True,
 }
 AWARE = {"use_precision_aware_optimizer": True, "exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}
-# What verl hands to Megatron-LM's OptimizerConfig; dtypes of exp_avg, masters, main gradients; the share on the host.
+# run -> the model's dtype; the options that verl passes to Megatron-LM's OptimizerConfig; the dtypes of exp_avg,
+# masters and main gradients; the fraction on the host
 RUNS: dict[str, tuple[torch.dtype, dict[str, Any], tuple[Any, ...], float]] = {
     "bf16": (BF16, {"bf16": True, "params_dtype": BF16}, (FP32, FP32, FP32), 0.0),
     "bf16, precision-aware": (

@@ -1,4 +1,4 @@
-"""What the optimizer does not take: an error that says what to do, before anything is written."""
+"""What the optimizer rejects: an error that says what to do, raised before anything is written."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def overlapping() -> list[nn.Parameter]:
     return [nn.Parameter(flat[:6]), nn.Parameter(flat[4:])]
 
 
-# parameters, options, exception, what the message says
+# case -> parameters, options, exception, words of the message
 CONSTRUCTOR = {
     "amsgrad": (lambda: [one()], dict(amsgrad=True), ValueError, r"amsgrad.*torch\.optim\.AdamW"),
     "differentiable": (lambda: [one()], dict(differentiable=True), ValueError, r"differentiable.*torch\.optim\.AdamW"),
@@ -104,7 +104,7 @@ def shrunk(p: nn.Parameter) -> None:
     p.data = p.data[:2]
 
 
-# what is done to one parameter after two steps -> what the step says
+# what happens to one parameter after two steps -> words of step()'s error
 AT_STEP = {
     "sparse gradient": (sparse, "gradient of parameter 3 of group 0 is sparse.*SparseAdam"),
     "gradient in float64": (double, "gradient of parameter 3 of group 0 is in torch.float64"),

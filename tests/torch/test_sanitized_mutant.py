@@ -1,4 +1,4 @@
-"""The address sanitizer sees a bug that is put into the library: a write behind a tensor's memory."""
+"""Checks the address sanitizer: it must find a bug that is put into the library, a write past the end of a tensor."""
 
 import os
 import pathlib

@@ -1,4 +1,5 @@
-"""States that earlier versions saved (tests/torch/saved) load, bit for bit, and the next step is what it was then."""
+"""States that earlier versions have saved (tests/torch/saved) load to the bit, and the next step gives the weights that
+it gave then."""
 
 import json
 import pathlib
@@ -40,7 +41,7 @@ def test_every_configuration_was_saved() -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: f"{path.parent.name}-{path.name}")
 def test_what_was_saved_comes_back_and_trains_on(folder: pathlib.Path, way: str, tmp_path: pathlib.Path) -> None:
-    shutil.copytree(folder, tmp_path / folder.name)  # a reader locks the folder, and Bazel's are read-only
+    shutil.copytree(folder, tmp_path / folder.name)  # a reader locks the folder, and Bazel's copy is read-only
     folder = tmp_path / folder.name
     expected = json.loads((folder / "expected.json").read_text())
     model, optimizer = saved_states.begin(folder.name)
@@ -50,6 +51,6 @@ def test_what_was_saved_comes_back_and_trains_on(folder: pathlib.Path, way: str,
     assert set(found["state"]) == set(expected["state"])
     for name, entry in expected["state"].items():
         now = found["state"][name]
-        assert {key: now.get(key) for key in entry} == entry, name  # keys may have come since
+        assert {key: now.get(key) for key in entry} == entry, name  # later versions may have more keys
     saved_states.step(model, optimizer, 3)
     assert saved_states.recorded(model, optimizer)["weights"] == expected["next"]

@@ -1,6 +1,5 @@
-"""The loss scale (semantics.md, G3): the rule of csrc/core/scale under torch.amp.GradScaler's interface, and
-torch's own.
-"""
+"""The loss scale (semantics.md, G3): policy.grad_scaler(), which follows the rule of csrc/core/scale with
+torch.amp.GradScaler's interface, and torch's own scaler."""
 
 import copy
 import json
@@ -32,6 +31,7 @@ def model_and_optimizer(dtype: torch.dtype = torch.float16, **options: object) -
 
 
 def backward(model: nn.Module, scaler: torch.amp.GradScaler, step: int, bad: float | None = None) -> None:
+    """Runs a scaled backward; `bad` then overwrites one element of the weight's gradient."""
     weight = model.weight
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step)).to(weight.dtype)
     model.zero_grad()
@@ -61,7 +61,7 @@ def test_G3_fp16_policy_scales_from_32768_and_others_do_not() -> None:
         assert float(optimizer.state[p]["step"]) == 1
 
 
-# o: a clean step, x: an overflow. window 3, hysteresis 2, factors 2 and 1/2, minimum 256
+# o: a clean step, x: an overflow -> scale after each; window 3, hysteresis 2, factors 2 and 1/2, minimum 256
 SCALES = {
     "ooo": [1024, 1024, 2048],
     "xx": [1024, 512],
@@ -105,7 +105,7 @@ def test_G3_skipped_step_changes_nothing(bad: float, with_unscale: bool) -> None
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("way", ["plain", "ours", "ours, unscale_", "torch's"])
 def test_G3_scaled_steps_equal_unscaled_ones(way: str, dtype: torch.dtype) -> None:
-    """Scales are powers of two: where nothing under- or overflows, the same bits as without a scale."""
+    """Scales are powers of two: unless something underflows or overflows, the bits are those without a scale."""
     model, optimizer = model_and_optimizer(dtype)
     plain_model, plain = model_and_optimizer(dtype)
     enabled = way != "plain"
@@ -115,7 +115,7 @@ def test_G3_scaled_steps_equal_unscaled_ones(way: str, dtype: torch.dtype) -> No
         backward(model, scaler if enabled else off, step)
         backward(plain_model, off, step)
         for own, other in zip(model.parameters(), plain_model.parameters(), strict=True):
-            if enabled:  # what the scale saves from underflow aside: the same gradients, scaled
+            if enabled:  # the unscaled run's gradients times the scale, since a scaled backward underflows less
                 own.grad.copy_(other.grad * scaler.get_scale())
         if way == "ours, unscale_":
             scaler.unscale_(optimizer)
@@ -149,10 +149,11 @@ def test_G3_clip_between_unscale_and_step_knows_the_scale(dtype: torch.dtype) ->
 @pytest.mark.parametrize("scaler", ["policy", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_G3_clip_of_gradients_that_are_still_scaled_is_refused(dtype: torch.dtype, scaler: str, kind: str) -> None:
-    """Their norm is so many times too large, and the step would divide by the scale once more."""
+    """The norm of scaled gradients is too large by the scale, and the step would divide by the scale once more."""
     model, _ = model_and_optimizer(dtype)
     optimizer: Any = getattr(torch_ext, kind)(model.named_parameters(), lr=0.1)
-    optimizer.defaults["fused"] = None if dtype == torch.float16 else True  # torch's leaves unscaling to the step then
+    # With fused=True torch's scaler leaves unscaling to the step.
+    optimizer.defaults["fused"] = None if dtype == torch.float16 else True
     chosen = scaler_of(initial_loss_scale=64.0) if scaler == "policy" else torch.amp.GradScaler("cpu", 64.0)
     backward(model, chosen, 0)
     torch_ext.clip_grad_norm_(optimizer, 0.1)
@@ -163,7 +164,7 @@ def test_G3_clip_of_gradients_that_are_still_scaled_is_refused(dtype: torch.dtyp
     optimizer.zero_grad()
     chosen.update()
     backward(model, chosen, 1)
-    torch_ext.clip_grad_norm_(optimizer, math.inf)  # measures, whatever the norm is of
+    torch_ext.clip_grad_norm_(optimizer, math.inf)  # max_norm=inf only measures, so scaled gradients are legal
     chosen.step(optimizer)
     assert float(optimizer.state[model.weight]["step"]) == 1
 
@@ -181,6 +182,7 @@ def test_G3_fp16_gradients_may_not_be_written_while_they_are_scaled() -> None:
 
 
 def test_G3_other_optimizers() -> None:
+    """The scaler also works with torch's optimizers of fp32 models; fp16 models need one of ours."""
     model, _ = model_and_optimizer(torch.float32)
     reference, _ = model_and_optimizer(torch.float32)
     scaler = scaler_of()
@@ -200,7 +202,7 @@ def test_G3_other_optimizers() -> None:
         scaler.step(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-# dtype, options of the optimizer -> what Lightning and Accelerate look at: where it is True they refuse to clip
+# case -> dtype, the optimizer's options, and the flag that Lightning and Accelerate read: if True, they refuse to clip
 UNSCALES = {
     "fp32": (torch.float32, {}, False),
     "bf16": (torch.bfloat16, {}, False),
@@ -212,6 +214,8 @@ UNSCALES = {
 
 @pytest.mark.parametrize("case", UNSCALES)
 def test_G3_step_supports_amp_scaling_where_torchs_does_and_where_unscale_cannot(case: str) -> None:
+    """The flag is that of torch's optimizer with the same options. For fp16 gradients, which torch's unscale_ rejects,
+    it is also set unless fused=False."""
     dtype, options, expected = UNSCALES[case]
     _, optimizer = model_and_optimizer(dtype, **options)
     torchs = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], **options)
@@ -240,28 +244,28 @@ def test_G3_torchs_scaler_unscales_or_leaves_it_to_the_step(case: str) -> None:
 
 
 def test_G3_skipped_step_is_none_for_hooks_averages_and_schedules() -> None:
-    """Nobody else counts it either: neither hooks of the step nor frameworks that watch whether it was called."""
+    """Hooks of the step do not run, and frameworks that watch whether step() was called see no call."""
     scaler = scaler_of(hysteresis=1)
     model, optimizer = model_and_optimizer()
     called = []
     optimizer.register_step_post_hook(lambda *_: called.append("hook"))
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # LR schedulers warn where no step of the optimizer came before theirs
+        warnings.simplefilter("error")  # LR schedulers warn if no optimizer step precedes theirs
         backward(model, scaler, 0, math.inf)
         scaler.step(optimizer)
         scaler.update()
         schedule.step()
     assert called == [] and optimizer.skipped_steps() == 1
     backward(model, scaler, 1)
-    scaler.step(optimizer, None)  # as Accelerate calls it
+    scaler.step(optimizer, None)  # Accelerate's call
     scaler.update()
     assert called == ["hook"] and optimizer.skipped_steps() == 1
 
 
 @pytest.mark.parametrize("overflow", [(), (1,), (0, 1)], ids=["none", "second", "both"])
 def test_G3_several_optimizers_with_one_scaler(overflow: tuple[int, ...]) -> None:
-    """Each skips its own overflow; the scale moves once for all of them."""
+    """Each optimizer skips its own overflow; the scale changes once for all."""
     scaler = scaler_of(hysteresis=1)
     pairs = [model_and_optimizer() for _ in range(2)]
     losses = []
@@ -290,7 +294,8 @@ def test_G3_accumulation_with_a_clip_equals_the_unscaled_run(dtype: torch.dtype)
             for part in range(4):
                 x = torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * step + part)).to(dtype)
                 scaler.scale(model(x).float().square().mean() / 4).backward()
-            for p in model.parameters():  # what the scale saves from underflow would differ: round as with scale 1
+            # A scaled backward underflows less: round as with scale 1, so that both runs have equal gradients.
+            for p in model.parameters():
                 p.grad.copy_((p.grad.float() / scale * 1024).round() / 1024 * scale)
             scaler.unscale_(optimizer)
             norm = torch_ext.clip_grad_norm_(optimizer, 0.1)
@@ -386,7 +391,8 @@ def by_dcp(scaler: torch_ext.GradScaler, fresh: torch_ext.GradScaler, path: path
 
 
 def by_dcp_itself(scaler: torch_ext.GradScaler, fresh: torch_ext.GradScaler, path: pathlib.Path) -> None:
-    """It has state_dict and load_state_dict, which is all that torch.distributed.checkpoint asks of an object."""
+    """The scaler has state_dict and load_state_dict, which is all that torch.distributed.checkpoint requires of an
+    object."""
     dcp.save({"scaler": scaler}, checkpoint_id=path / "dcp", no_dist=True)
     dcp.load({"scaler": fresh}, checkpoint_id=path / "dcp", no_dist=True)
 
@@ -398,7 +404,7 @@ def by_json(scaler: torch_ext.GradScaler, fresh: torch_ext.GradScaler, path: pat
 
 @pytest.mark.parametrize("way", [by_torch_save, by_dcp, by_dcp_itself, by_json], ids=lambda way: way.__name__)
 def test_G3_state_is_saved_and_restored(tmp_path: pathlib.Path, way: Any) -> None:
-    """Scale, clean steps and what is left of the hysteresis: the run goes on as if it had not been interrupted."""
+    """Scale, clean steps and what is left of the hysteresis: training continues as if it had not been interrupted."""
     events = "oxoooxxoo"
 
     def run(scaler: torch_ext.GradScaler, pair: Any, steps: range) -> list[float]:

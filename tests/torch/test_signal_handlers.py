@@ -1,5 +1,6 @@
-"""A signal handler that saves, at any point of any call: it gets the state before the call or after it, or an error by
-name, and training goes on with the bits of one without signals. HANDLERS=100 tries as many more points of each."""
+"""A signal handler that saves at any point of any call. It gets the state before or after the call, or an error that
+says why not, and training continues with the bits of a run without signals. HANDLERS=100 tries that many more points of
+each call."""
 
 import copy
 import functools
@@ -16,7 +17,7 @@ from interrupt_programs import CALLS, KINDS, Interrupt, Training
 MORE = int(os.environ.get("HANDLERS", "0"))
 CASES = [(kind, call) for kind in KINDS for call in CALLS if CALLS[call].fits(KINDS[kind])]
 IN_PARTS = ("a weight with gaps", "partly on the host", "Muon")
-"""Whose steps are several calls of the library: between them some parameters are stepped, as of torch's groups."""
+"""Kinds whose step makes several operator calls. In between, some parameters are stepped, as with torch's groups."""
 
 
 def _saved(training: Training) -> None:
@@ -31,7 +32,7 @@ HANDLERS: list[Callable[[Training], Any]] = [Training.found, _saved, _copied]
 
 
 class Handler(Interrupt):
-    """Does something there in the place of raising."""
+    """Calls a function at the point instead of raising, and keeps its result or its error's text."""
 
     found: Any = None
 
@@ -47,6 +48,7 @@ class Handler(Interrupt):
 
 
 def _found(training: Training) -> Any:
+    """Returns everything that training depends on, or the message if that cannot be read."""
     try:
         return training.found()
     except RuntimeError as refusal:
@@ -54,6 +56,7 @@ def _found(training: Training) -> Any:
 
 
 def _prepared(kind: str, call: str) -> Training:
+    """Returns a training for which everything before the call is done."""
     training = Training(kind)
     CALLS[call].before(training)
     return training
@@ -61,7 +64,7 @@ def _prepared(kind: str, call: str) -> Training:
 
 @functools.cache
 def _expected(kind: str, call: str) -> tuple[int, list[Any], Any]:
-    """How many points there are, what is there before and after the call, and what it comes to."""
+    """Returns the number of points, the states before and after the call, and what continued training reaches."""
     before, training = _found(_prepared(kind, call)), _prepared(kind, call)
     with Interrupt() as points:
         CALLS[call].interrupted(training)

@@ -1,4 +1,5 @@
-"""The parts of `offload_fraction`: which parameters the host steps, memory for batches, the library's copies."""
+"""The parts of `offload_fraction`: the choice of parameters that the host steps, buffers for batches, and the library's
+copies."""
 
 import gc
 import os
@@ -59,6 +60,7 @@ def test_choice_is_off_by_half_of_the_smallest_left_out_at_most() -> None:
 
 
 def test_memory_that_is_left_for_a_larger_one_was_sent_before() -> None:
+    """A buffer that is replaced by a larger one may still be being copied from: the copy must end first."""
     late = host_parts.LateCopies()
     buffers = copies.Buffers(late, torch.device("cpu"))
     small = buffers.take("batches", 100)
@@ -72,6 +74,7 @@ def test_memory_that_is_left_for_a_larger_one_was_sent_before() -> None:
 
 
 def test_memory_that_nobody_has_any_more_was_sent_before() -> None:
+    """Copies from and to buffers end before the buffers are freed."""
     late = host_parts.LateCopies()
     buffers = copies.Buffers(late, torch.device("cpu"))
     there, here = torch.zeros(100, dtype=torch.uint8), torch.full((100,), 6, dtype=torch.uint8)
@@ -84,7 +87,8 @@ def test_memory_that_nobody_has_any_more_was_sent_before() -> None:
 
 
 def test_an_optimizer_that_is_dropped_after_a_step_leaves_no_weight_behind() -> None:
-    """Its memory is somebody else's afterwards, who writes to it at once."""
+    """The dropped optimizer's buffers may be reused and overwritten at once, so weights in them must have been copied
+    before."""
     params = {fraction: [nn.Parameter(torch.ones(9000)), nn.Parameter(torch.ones(5))] for fraction in (0.0, 1.0)}
     memory: list[torch.Tensor] = []
 
@@ -98,7 +102,7 @@ def test_an_optimizer_that_is_dropped_after_a_step_leaves_no_weight_behind() -> 
 
     run(0.0)
     with host_parts.copying("late"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_parts.LateCopies, "end", lambda self: None)  # as a device's, which keeps no host waiting
+        patch.setattr(host_parts.LateCopies, "end", lambda self: None)  # a device's end() does not make the host wait
         run(1.0)
     gc.collect()
     for one in memory:
@@ -107,11 +111,14 @@ def test_an_optimizer_that_is_dropped_after_a_step_leaves_no_weight_behind() -> 
 
 
 class _FailedCopies(host_parts.LateCopies):
+    """Copies of a device that reports an error."""
+
     def finish(self) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
 def test_memory_of_a_device_that_failed_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Freeing buffers of a failed device must not raise in a finaliser."""
     printed: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", printed.append)
     buffers = copies.Buffers(_FailedCopies(), torch.device("cpu"))
@@ -132,6 +139,7 @@ late.copy(late.up, [there], [buffers.take("batches", 100).fill_(5)])
 
 
 def test_memory_is_sent_before_what_others_do_at_exit() -> None:
+    """At exit, pending copies end before exit handlers that were registered earlier run."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.run([sys.executable, "-c", _AT_EXIT], capture_output=True, text=True, env=environment)
     assert (run.stdout, run.returncode) == ("sent\n", 0), run.stderr
@@ -139,7 +147,8 @@ def test_memory_is_sent_before_what_others_do_at_exit() -> None:
 
 @pytest.mark.parametrize("first", [torch.bfloat16, torch.float32])
 def test_buckets_of_other_dtypes_do_not_lie_where_weights_are_leaving_from(first: torch.dtype) -> None:
-    """Two buckets of one step: the first one's weights are on their way up when the second one's gradients come."""
+    """A step with two buckets: the first one's weights are still being copied to the device when the second one's
+    gradients arrive."""
 
     def model() -> list[nn.Parameter]:
         generator = torch.Generator().manual_seed(4)
@@ -169,7 +178,7 @@ def test_buckets_of_other_dtypes_do_not_lie_where_weights_are_leaving_from(first
             [p.grad for p in params], optimizer._stepper.current_hyper(), (none, none, none), sample=False, external=0
         )
         for bucket in ("first", "second"):
-            plan._calls[bucket].run(plan._buffers)  # as `step`, which has a device wait here, but nobody on the host
+            plan._calls[bucket].run(plan._buffers)  # as in `step`; there the device would wait, but the host never does
         plan.end()
     reference.step()
     assert [bits(p) for p in params] == [bits(p) for p in expected]
@@ -210,7 +219,7 @@ def test_cuda_copies_to_the_host() -> None:
     made.wait(made.mark())
     assert bool((here == torch.arange(1 << 20)).all()) and here.is_pinned()
     here += 1
-    with torch.cuda.stream(made._up):  # the way up is the library's
+    with torch.cuda.stream(made._up):  # copies to the device are made by the library
         there.copy_(here, non_blocking=True)
     made.end()
     assert bool((there.cpu() == torch.arange(1 << 20) + 1).all())

@@ -1,4 +1,5 @@
-"""State: made without effect (semantics.md, E11), saved and loaded in torch's format, bit for bit (G5, D4)."""
+"""Optimizer state: creating it has no effect (semantics.md, E11), and it is saved and loaded in torch's format, to the
+bit (G5, D4)."""
 
 import copy
 import io
@@ -32,7 +33,7 @@ def test_E11_constructor_makes_nothing_but_the_step() -> None:
 
 
 def dcp_initialises(optimizer: torch.optim.Optimizer) -> None:
-    """What torch.distributed.checkpoint does to have state made, where it finds none."""
+    """Does what torch.distributed.checkpoint does to make an optimizer create its state if there is none."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for p in params:
         p.grad = torch.zeros_like(p)
@@ -68,9 +69,8 @@ INERT = {
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("what", INERT)
 def test_E11_making_saving_and_loading_state_is_inert(what: str, name: str) -> None:
-    """Before the first step and between steps: no weight and no counter moves, and training goes on as if nothing
-    was.
-    """
+    """Before the first step and between steps, no weight and no step count changes, and training continues as if
+    nothing had happened."""
     undisturbed, disturbed = optimizer_of(name), optimizer_of(name)
     for step in range(4):
         if step in (0, 2) and not (step == 2 and what == "DCP's step"):
@@ -84,7 +84,7 @@ def test_E11_making_saving_and_loading_state_is_inert(what: str, name: str) -> N
 
 
 def test_E11_first_real_update_is_step_1() -> None:
-    """Taken as step 2 it would be 1.344 times too small at betas of 0.9 and 0.999."""
+    """If it counted as step 2, the update would be 1.344 times too small at betas of 0.9 and 0.999."""
     p = nn.Parameter(torch.zeros(1))
     optimizer = torch_ext.AdamW([p], lr=1e-2)
     dcp_initialises(optimizer)
@@ -94,6 +94,7 @@ def test_E11_first_real_update_is_step_1() -> None:
 
 
 def test_a_warm_up_from_lr_0_counts() -> None:
+    """A step with lr 0 and a gradient that is not zero is a real step."""
     p = nn.Parameter(torch.zeros(1))
     optimizer = torch_ext.AdamW([p], lr=0.0)
     p.grad = torch.ones(1)
@@ -101,7 +102,7 @@ def test_a_warm_up_from_lr_0_counts() -> None:
     assert float(optimizer.state[p]["step"]) == 1
 
 
-# -- what is in it ------------------------------------------------------------------------------------------------
+# -- what state contains -----------------------------------------------------------------------------------------------
 
 AT_REST = {
     "fp32": {"step": torch.float32, "exp_avg": torch.float32, "exp_avg_sq": torch.float32},
@@ -181,7 +182,7 @@ def through_a_file(state_dict: dict[str, object]) -> dict[str, object]:
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("way", [copy.deepcopy, through_a_file], ids=["copy", "file"])
 def test_D4_round_trip_changes_no_bit(name: str, way: object) -> None:
-    """8-bit codes, scales and remainders included; and the resumed run takes the steps that the first one would."""
+    """Includes 8-bit codes, scales and remainders. The resumed run takes the same steps as the original."""
     first = optimizer_of(name, seed=7)
     train(first, range(5))
     resumed = optimizer_of(name, copy.deepcopy(first.param_groups[0]["params"]))
@@ -218,7 +219,8 @@ def test_D4_model_and_optimizer_load_in_any_order(name: str, order: str) -> None
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
 @pytest.mark.parametrize("name", WITH_MASTER)
 def test_E11_state_loaded_in_place_moves_no_weight(name: str, fraction: float, tmp_path: Path) -> None:
-    """torch.distributed.checkpoint writes to what state_dict() handed out: that is as good as load_state_dict."""
+    """torch.distributed.checkpoint writes into the tensors that state_dict() returned. The effect must be that of
+    load_state_dict."""
     first = optimizer_of(name, params_of(name, seed=9), weight_decay=0.0)
     train(first, range(2))
     dcp.save(first.state_dict(), checkpoint_id=tmp_path, no_dist=True)
@@ -266,6 +268,7 @@ def test_thresholds_by_names_that_got_lost_say_so() -> None:
 
 
 def test_per_parameter_step_counters_survive() -> None:
+    """Parameters that had no gradient in some steps keep their own counts."""
     first = optimizer_of("bf16")
     for step in range(4):
         params = first.param_groups[0]["params"]
@@ -312,11 +315,9 @@ def test_G5_torch_checkpoint_of_an_fp32_run_seeds_masters_from_the_weights(name:
     ours = [nn.Parameter(p.detach().bfloat16()) for p in theirs]
     b = optimizer_of(name, ours)
     b.load_state_dict(a.state_dict())
-    for p, entry in zip(ours, b.state_dict()["state"].values(), strict=True):
+    for p, q, entry in zip(ours, theirs, b.state_dict()["state"].values(), strict=True):
         assert bits(entry["master_param"]) == bits(p.float())
-        assert (
-            torch.allclose(entry["exp_avg"].float(), a.state[theirs[0]]["exp_avg"], rtol=0.1) if p is ours[0] else True
-        )
+        assert torch.allclose(entry["exp_avg"].float(), a.state[q]["exp_avg"], rtol=0.1)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -370,6 +371,7 @@ def test_hooks_of_others_see_logical_state() -> None:
 
 
 def damaged(saved: dict[str, object], how: str) -> dict[str, object]:
+    """Returns a copy of the state dict with one damage."""
     saved = copy.deepcopy(saved)
     entry, group = saved["state"][2], saved["param_groups"][0]
     if how == "no state":
@@ -434,7 +436,7 @@ def test_damaged_checkpoint_is_refused_and_nothing_changes(how: str) -> None:
 @frameworks.needs("safetensors")
 @pytest.mark.parametrize("name", WITH_MASTER)
 def test_masters_are_saved_by_safetensors_as_copies(name: str) -> None:
-    """It takes the memory of what it saves: of a tensor without it nothing."""
+    """safetensors reads a tensor's memory directly, and a master that is decoded on demand has none."""
     safetensors = frameworks.module("safetensors.torch")
     optimizer = optimizer_of(name)
     train(optimizer, range(2))
@@ -448,7 +450,7 @@ def test_masters_are_saved_by_safetensors_as_copies(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["bf16_remainder", "8bit"])
 def test_memory_of_encoded_masters_is_a_copy_or_refused(name: str) -> None:
-    """There is none: whoever read it regardless crashed, or read something else."""
+    """An encoded master has no memory of its own values: reading it directly crashed, or returned other values."""
     optimizer = optimizer_of(name)
     train(optimizer, range(2))
     for master in optimizer.master_state_dict().values():

@@ -1,5 +1,5 @@
-"""What users of torch.optim do with optimizer.state itself: to restart moments, to look at them. Random programs beside
-torch.optim.AdamW, wherever the states lie."""
+"""Code of torch.optim's users that reads or changes optimizer.state, to restart moments for example. Random programs
+are compared with torch.optim.AdamW, with states on the device and on the host."""
 
 import collections
 import copy
@@ -18,7 +18,7 @@ SHAPES = [(130, 37), (130,), (3, 5, 7), (1,), (), (257,)]
 
 
 class Program:
-    """Calls on an optimizer, the same ones for the same seed whose-ever it is."""
+    """Random calls on an optimizer; equal seeds make equal calls."""
 
     def __init__(self, seed: int, kind: Any, **options: Any) -> None:
         self.random, self.steps = random.Random(seed), 0
@@ -75,7 +75,7 @@ class Program:
             state["step"] = torch.tensor(3.0)
 
     def replace(self) -> None:
-        """By another parameter, which takes over the state or begins anew."""
+        """Replaces a parameter by another one, which takes over its state or starts without one."""
         i = self.random.randrange(len(self.params))
         old, new = self.params[i], nn.Parameter(self.params[i].detach().clone())
         (group,) = self.optimizer.param_groups
@@ -109,7 +109,7 @@ def test_states_that_are_dropped_or_written_are_what_torchs_are(block: int, frac
     kinds = collections.Counter[str]()
     for seed in range(20 * block, 20 * (block + 1)):
         theirs = Program(seed, torch.optim.AdamW, foreach=False)
-        # Of states on the host opt.state has the step only: what is written to others there reaches nobody.
+        # For states on the host, optimizer.state has only the step: writes to the other keys have no effect.
         ours = Program(seed, torch_ext.AdamW, offload_fraction=fraction)
         if fraction:
             ours.zero = theirs.zero = ours.restep = theirs.restep = lambda: None  # type: ignore[method-assign]
@@ -124,7 +124,7 @@ def test_states_that_are_dropped_or_written_are_what_torchs_are(block: int, frac
 
 
 def test_a_state_that_somebody_read_before_there_was_one_loads() -> None:
-    """torch's optimizer.state is a defaultdict: reading it leaves {} there, which torch saves and loads."""
+    """torch's optimizer.state is a defaultdict: reading an absent entry creates {}, which torch saves and loads."""
     params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))]
     theirs = torch.optim.AdamW(params, lr=0.1)
     params[0].grad = torch.ones(3)

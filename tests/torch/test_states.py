@@ -1,5 +1,5 @@
-"""`states`, one word for how an optimizer stores its states; `keep_32bit` and `min_8bit_size`, which parameters keep
-fp32 moments; `policy` as a mapping or a callable."""
+"""`states`, one word for how an optimizer stores its states; `keep_32bit` and `min_8bit_size`, which choose parameters
+with fp32 moments; and `policy` as a mapping or a callable."""
 
 import copy
 import io
@@ -18,7 +18,7 @@ import torch_ext
 BF16, FP16, FP32, U8 = torch.bfloat16, torch.float16, torch.float32, torch.uint8
 WORDS = ("fp32", "bf16", "bf16_remainder", "8bit")
 
-# dtype of the model -> word -> what is stored of its moments and of its masters. None: refused.
+# model's dtype -> word -> stored dtype of the moments, and the state's key for masters. None: an error.
 ORACLE: dict[torch.dtype, dict[str | None, tuple[torch.dtype, str | None] | None]] = {
     BF16: {
         None: (BF16, "master_param"),
@@ -42,7 +42,7 @@ ORACLE: dict[torch.dtype, dict[str | None, tuple[torch.dtype, str | None] | None
         "8bit": (U8, None),
     },
 }
-# word -> the keys that say the same one by one, of a bf16 model
+# word -> the equivalent keys of a policy, for a bf16 model
 KEYS: dict[str, dict[str, Any]] = {
     "fp32": {"exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32"},
     "bf16": {},
@@ -52,7 +52,7 @@ KEYS: dict[str, dict[str, Any]] = {
 
 
 class Model(nn.Module):
-    """An embedding, blocks with norms, a head: sizes from 3 to 1300."""
+    """An embedding, blocks with norms, and a head; parameters have 3 to 1300 elements."""
 
     def __init__(self, dtype: torch.dtype = BF16) -> None:
         super().__init__()
@@ -63,6 +63,7 @@ class Model(nn.Module):
 
 
 def stored(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> tuple[torch.dtype, torch.dtype, str | None]:
+    """Returns the dtypes of both moments, and the state's key for the master if there is one."""
     state = optimizer.state[p]
     masters = [key for key in ("master_param", "master_remainder") if key in state]
     assert len(masters) <= 1
@@ -93,7 +94,7 @@ def test_a_word_decides_what_is_stored(dtype: torch.dtype, word: Any, kind: Any)
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 def test_layers_that_are_frozen_still_are_of_their_dtype(dtype: torch.dtype) -> None:
-    """An optimizer may be made before anything of it is thawed."""
+    """An optimizer may be created before any of its parameters is unfrozen."""
     for word, expected in ORACLE[dtype].items():
         if expected is not None:
             model = Model(dtype).requires_grad_(False)
@@ -131,7 +132,7 @@ def test_a_word_trains_the_bits_of_its_keys(word: Any) -> None:
     ("word", "nbytes"), [("fp32", 16.0), ("bf16", 12.0), ("bf16_remainder", 10.01), ("8bit", 8.02)]
 )
 def test_bytes_of_a_word_are_those_of_the_documentation(word: Any, nbytes: float) -> None:
-    """Weight and gradient included, checksums too."""
+    """Counts weight, gradient, states and checksums."""
     p = nn.Parameter(torch.zeros(1 << 17, dtype=BF16))
     optimizer = torch_ext.AdamW([p], states=word)
     train(optimizer, range(1))
@@ -165,7 +166,7 @@ def test_hyper_parameters_of_a_mapping_are_what_the_optimizer_starts_from() -> N
 
 # -- which parameters keep fp32 moments ---------------------------------------------------------------------------
 
-# What is given as keep_32bit -> which parameters it means, by name.
+# what is passed as keep_32bit -> which names it selects
 SELECTIONS: dict[str, tuple[Callable[[Model], Any], Callable[[str], bool]]] = {
     "nothing": (lambda m: (), lambda name: False),
     "a name": (lambda m: "head.bias", lambda name: name == "head.bias"),
@@ -182,8 +183,8 @@ SELECTIONS: dict[str, tuple[Callable[[Model], Any], Callable[[str], bool]]] = {
 
 @pytest.mark.parametrize("seed", range(40))
 def test_mixtures_against_the_table_and_the_bits_of_explicit_policies(seed: int) -> None:
-    """Any model, word, selection, size, groups and way to say it: each parameter is stored as the table says, and
-    trained as by an optimizer of its own with a policy that says every key."""
+    """Random model, word, selection, size, groups and way to pass them. Each parameter must be stored as the table
+    says, and have the bits of a separate optimizer whose policy sets every key."""
     rng = random.Random(seed)
     dtype, word = rng.choice([BF16, BF16, FP16, FP32]), rng.choice([None, *WORDS])
     what, size = rng.choice(list(SELECTIONS)), rng.choice([0, 0, 11, 410, 411, 1301, 2**31 - 1])
@@ -247,6 +248,7 @@ def train_by_name(optimizer: torch.optim.Optimizer, model: nn.Module, names: lis
 
 
 def keeping(model: Model, **options: Any) -> torch_ext.AdamW:
+    """Returns an 8-bit AdamW of the model's named parameters."""
     return torch_ext.AdamW(model.named_parameters(), lr=0.01, states="8bit", **options)
 
 
@@ -255,6 +257,7 @@ def dtypes(optimizer: torch.optim.Optimizer, model: Model) -> dict[str, torch.dt
 
 
 def kept(model: Model, means: Callable[[str], bool]) -> dict[str, torch.dtype]:
+    """Returns the expected dtype of each parameter's moments: fp32 if `means` selects it, else 8-bit codes."""
     return {name: FP32 if means(name) else U8 for name, _ in model.named_parameters()}
 
 
@@ -356,6 +359,7 @@ def test_wrappers_and_tied_weights_are_found() -> None:
 
 
 def test_a_list_beside_a_group_that_was_changed_is_refused() -> None:
+    """keep_32bit of a group is stored as a list, which must fit the group's parameters."""
     optimizer = keeping(Model(), keep_32bit="*norm*")
     optimizer.param_groups[0]["params"].pop()
     with pytest.raises(ValueError, match="group 0 has 10 parameters, and its 'keep_32bit' is of 11: where the list"):

@@ -1,6 +1,6 @@
-"""Loops that use what torch has beside its optimizers: schedulers that cycle betas, parametrizations, pruning, averaged
-models, functional calls, learning-rate finders, several optimizers. An fp32 model trained by torch_ext.AdamW has the
-losses of one trained by torch.optim.AdamW, and nothing is warned of that torch does not warn of."""
+"""Training loops with tools that torch has besides its optimizers: schedulers that cycle betas, parametrizations,
+pruning, averaged models, functional calls, learning-rate finders, several optimizers. An fp32 model under
+torch_ext.AdamW must have the losses of one under torch.optim.AdamW, and the same warnings."""
 
 import copy
 import warnings
@@ -23,6 +23,7 @@ IDIOMS: dict[str, Callable[[Make], list[float]]] = {}
 
 
 def idiom(f: Callable[[Make], list[float]]) -> Callable[[Make], list[float]]:
+    """Registers a training loop: a function of the optimizer class that returns its losses."""
     IDIOMS[f.__name__] = f
     return f
 
@@ -48,7 +49,7 @@ def trained(
     steps: Iterable[int],
     after: Callable[[int, float], Any] | None = None,
 ) -> list[float]:
-    """after: called with the step and its loss."""
+    """Trains and returns the losses. after: called with each step and its loss."""
     losses = []
     for step in steps:
         optimizer.zero_grad()
@@ -97,11 +98,12 @@ def reduce_on_plateau(make: Make) -> list[float]:
 
 @idiom
 def settings_that_change_in_training(make: Make) -> list[float]:
+    """Changes lr, betas, eps and weight decay between steps, one value at a time."""
     model = net()
     optimizer = make(model.parameters(), lr=1e-2)
 
     def change(step: int, _: float) -> None:
-        """One at a time."""
+        """Changes one value at a time."""
         k = step // 4 + 1
         turns = [
             ("lr", torch.tensor(0.01 * k)),
@@ -299,7 +301,8 @@ def converted_there_and_back(make: Make) -> list[float]:
 
 @idiom
 def resized_in_training(make: Make) -> list[float]:
-    """As transformers' resize_token_embeddings: the same parameter with other data. Its state begins anew."""
+    """As transformers' resize_token_embeddings: the same parameter with new data. Its state is removed and starts
+    anew."""
     model = net()
     optimizer = make(model.parameters(), lr=1e-2)
     losses = trained(model, optimizer, range(4))
@@ -333,7 +336,7 @@ def evaluated_in_inference_mode(make: Make) -> list[float]:
 
 @idiom
 def random_numbers_beside_it(make: Make) -> list[float]:
-    """What rounds bf16 draws from no generator of torch's."""
+    """Rounding to bf16 must not draw from torch's random number generators."""
     model = net().bfloat16()
     optimizer = make(model.parameters(), lr=1e-2)
     torch.manual_seed(5)
@@ -344,12 +347,14 @@ def random_numbers_beside_it(make: Make) -> list[float]:
 
 
 def outcome(run: Callable[[Make], list[float]], make: Make) -> tuple[list[float], set[str]]:
+    """Returns the losses and the texts of all warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         return run(make), {str(each.message) for each in caught}
 
 
 def same(run: Callable[[Make], list[float]]) -> None:
+    """Asserts that our optimizer has the losses and the warnings of torch's."""
     (theirs, warned), (ours, said) = (outcome(run, make) for make in MAKERS)
     assert said == warned
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-5, atol=0.0)
@@ -361,7 +366,8 @@ def test_idiom(name: str) -> None:
 
 
 def test_a_parameter_that_was_replaced_and_the_new_one_share_memory() -> None:
-    """Of weight_norm's, torch.optim keeps the old one, which nobody trains any more."""
+    """weight_norm replaces the parameter, but the optimizer still has the old one, which no longer takes part in
+    training."""
     model = net()
     optimizer = torch_ext.AdamW(model.parameters(), lr=1e-2)
     parametrizations.weight_norm(model[0])

@@ -1,6 +1,6 @@
-"""Random programs of what users of torch.optim.AdamW do between steps, beside torch.optim.AdamW itself in float64 with
-the same gradients: schedules, groups changed in place and added, hooks, clips, closures, frozen parameters, writes to
-weights, copies and checkpoints. What is compared are masters, hyper-parameters and counters."""
+"""Random programs of what users of torch.optim.AdamW do between steps, compared with torch.optim.AdamW in float64 on
+the same gradients: schedules, groups that are changed or added, hooks, clips, closures, frozen parameters, writes to
+weights, copies and checkpoints. Compared are masters, hyper-parameters and step counts."""
 
 import collections
 import copy
@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler as schedules
 import torch_ext
 
 SHAPES = [(40, 70), (33,), (), (0,), (1,), (2, 3, 5, 4), (3000,)]
-# dtype, options, how far masters may be from float64, as a share of the way that they went
+# kind -> dtype, options, and how far masters may be from float64, relative to the distance that they have moved
 KINDS: dict[str, tuple[torch.dtype, dict[str, Any], float]] = {
     "fp32": (torch.float32, {}, 5e-5),
     "fp32 on the host": (torch.float32, {"offload_fraction": 0.5}, 5e-5),
@@ -41,7 +41,7 @@ CHANGES: list[tuple[str, Any]] = [
 
 
 class Program:
-    """Both optimizers in one, with the parameters of both."""
+    """Random calls on our optimizer and on torch's; each has parameters of its own."""
 
     def __init__(self, kind: str, seed: int) -> None:
         self.random = random.Random(seed)
@@ -50,8 +50,8 @@ class Program:
         shapes = [self.random.choice(SHAPES) for _ in range(6)]
         self.ours = [nn.Parameter(torch.randn(shape, generator=generator).to(self.dtype)) for shape in shapes]
         self.theirs = [nn.Parameter(p.detach().double()) for p in self.ours]
-        self.way, self.unsure = [0.0] * 6, [0.0] * 6  # how far each went; what a write may have left of its master
-        self.written = set[int]()  # since the last step
+        self.way, self.slack = [0.0] * 6, [0.0] * 6  # distance moved; how much of the old master a write may have left
+        self.written = set[int]()  # parameters that were written since the last step
         self.late, self.kind, self.schedules = [4, 5], kind, list[Any]()
         lr: Any = self.random.choice([0.01, torch.tensor(0.003)])
         self.options: dict[str, Any] = {"lr": lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -114,7 +114,7 @@ class Program:
                 optimizer.add_param_group({"params": [params[i]], "weight_decay": 0.0})
 
     def write(self) -> None:
-        """Where the old weight happens to be what is written, a master keeps what rounding had taken from it."""
+        """If the written value equals the old weight, the master keeps what rounding took from it."""
         i = self.random.randrange(6)
         p, generator = self.ours[i], torch.Generator().manual_seed(self.random.randrange(1 << 30))
         value = torch.randn(p.shape, generator=generator).to(self.dtype)
@@ -124,7 +124,7 @@ class Program:
             p.data = value if how == "swap" else p.data
             self.theirs[i].copy_(value)
         self.written.add(i)
-        self.unsure[i] = 0.0 if self.dtype == torch.float32 else 4e-3 * (1 + 0.2 * p.numel() ** 0.5)
+        self.slack[i] = 0.0 if self.dtype == torch.float32 else 4e-3 * (1 + 0.2 * p.numel() ** 0.5)
 
     def freeze(self) -> None:
         i = self.random.randrange(6)
@@ -148,7 +148,7 @@ class Program:
                 optimizer.step(closure)
 
     def copy(self) -> None:
-        """Which has no hooks, of either."""
+        """Neither optimizer's copy has hooks."""
         if not self.schedules:
             how = self.random.choice([copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
             self.ours, self.both[0] = how((self.ours, self.both[0]))
@@ -170,7 +170,7 @@ class Program:
         for at, p in enumerate(all_params):
             i = next(i for i, q in enumerate(self.ours) if q is p)
             found, exact = (p if i in self.written else masters[at]).detach().double(), self.theirs[i].detach()
-            limit = self.share * self.way[i] + self.unsure[i] + 3e-7 * float(exact.norm()) + 1e-6
+            limit = self.share * self.way[i] + self.slack[i] + 3e-7 * float(exact.norm()) + 1e-6
             assert float((found - exact).norm()) <= limit, (i, tuple(p.shape))
             steps = [
                 optimizer.state[q].get("step", 0) for optimizer, q in zip(self.both, (p, self.theirs[i]), strict=True)

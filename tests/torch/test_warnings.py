@@ -1,4 +1,4 @@
-"""Warnings name the line of the user's that led to them, not one of torch's or ours."""
+"""A warning points to the line of the user's code that caused it, not to a line of torch or of this library."""
 
 import copy
 import warnings
@@ -15,6 +15,7 @@ import torch_ext
 
 @contextmanager
 def warned_here(says: str) -> Iterator[None]:
+    """Asserts that the code in this context causes exactly one warning of ours, which points to this file."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         yield
@@ -49,7 +50,7 @@ def test_of_a_step(how: Any) -> None:
 
 
 def test_of_a_step_in_a_schedule() -> None:
-    """LRScheduler wraps step()."""
+    """LRScheduler wraps step(), which adds a stack frame."""
     optimizer = optimizer_of()
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     with warned_here("found no gradient"):

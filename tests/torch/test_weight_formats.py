@@ -1,4 +1,5 @@
-"""Changed weights in the forms of verl, vLLM, slime and SkyRL, against their encoders and readers (rebuilt)."""
+"""Changed weights in the formats of verl, vLLM, slime and SkyRL, checked with rebuilt versions of their encoders and
+readers."""
 
 import hashlib
 import json
@@ -43,7 +44,8 @@ def _weights(seed: int, dtype: torch.dtype = BF16) -> dict[str, Tensor]:
 
 
 def _changed(weights: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """Some elements of all but the bias are others: some in one byte, one in its sign alone."""
+    """Returns weights in which some elements of all parameters but the bias differ: some in one byte, some in both, one
+    in its sign only."""
     new = {name: weight.clone() for name, weight in weights.items()}
     g = torch.Generator().manual_seed(seed)
     for name in ("embed.weight", "up.weight", "scale"):
@@ -56,7 +58,7 @@ def _changed(weights: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
 
 
 def _patches(old: dict[str, Tensor], new: dict[str, Tensor], cut: bool = False) -> list[WeightPatch]:
-    """cut: each parameter in two parts, of two ranks."""
+    """Returns the patches from `old` to `new`. cut: each parameter in two parts, as from two ranks."""
     found = []
     for name, weight in new.items():
         ints = torch.int16 if weight.element_size() == 2 else torch.int32
@@ -150,7 +152,7 @@ def test_a_version_that_fails_leaves_the_base_as_it_was() -> None:
     patches = _patches(base, _changed(base, 1))
 
     def fails(data: Any) -> str:
-        if len(data) < 100:  # of the last parameter
+        if len(data) < 100:  # it is the last parameter
             raise OSError("no space left")
         return hashlib.sha256(data).hexdigest()
 
@@ -197,6 +199,7 @@ def test_a_base_that_is_not_the_weights(base: dict[str, Tensor], kind: type[Exce
 
 
 def test_what_no_format_can_say() -> None:
+    """NaN, too large positions, repeated positions, and unknown encodings and checksums raise."""
     nan = PATCH._replace(values=torch.full((2,), torch.nan, dtype=BF16))
     with pytest.raises(ValueError, match="w has weights that are NaN"):
         torch_ext.verl_flushes([nan])

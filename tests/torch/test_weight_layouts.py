@@ -1,5 +1,5 @@
-"""Random engines: a trainer's parameters cut into boxes that lie anywhere in the tensors of an engine, in any order of
-memory. WEIGHT_LAYOUTS=1000 tries as many more; a seed that failed once stays in SEEDS."""
+"""Engines with random layouts: a trainer's parameters are cut into boxes, which may be anywhere in the engine's
+tensors, in any memory order. WEIGHT_LAYOUTS=1000 tries that many more. A seed that has once failed stays in SEEDS."""
 
 import math
 import os
@@ -21,7 +21,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 def _boxes(draw: random.Random, box: Box, depth: int = 3) -> Iterator[Box]:
-    """Parts of a box, by cuts from edge to edge."""
+    """Cuts a box into parts, each cut from edge to edge."""
     cuttable = [d for d, (begin, end) in enumerate(box) if end - begin > 1]
     if depth == 0 or not cuttable or draw.random() < 0.4:
         yield box
@@ -34,7 +34,7 @@ def _boxes(draw: random.Random, box: Box, depth: int = 3) -> Iterator[Box]:
 
 
 def _laid_out(draw: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor of this shape in some order of memory, maybe with gaps in it."""
+    """Returns a tensor of this shape in a random memory order, possibly with gaps."""
     order = list(range(len(shape)))
     draw.shuffle(order)
     gaps = [draw.choice([0, 0, 0, 3]) for _ in shape]
@@ -46,7 +46,7 @@ def _laid_out(draw: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -
 
 
 class Part(NamedTuple):
-    """A box of a parameter, and the shape in which it lies in an engine's tensor."""
+    """A box of a parameter, and whether it is transposed in the engine's tensor."""
 
     param: str
     box: Box
@@ -54,16 +54,18 @@ class Part(NamedTuple):
 
     @property
     def of(self) -> tuple[slice, ...]:
+        """Returns the box as an index into the parameter."""
         return tuple(slice(begin, end) for begin, end in self.box)
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Returns the box's shape in the engine's tensor."""
         shape = [end - begin for begin, end in self.box]
         return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else tuple(shape)
 
 
 class Engine:
-    """Tensors, a mapping, and what is where."""
+    """An engine's tensors, the mapping for WeightSubscriber, and a view of each box in the tensors."""
 
     def __init__(self, draw: random.Random, params: dict[str, Tensor]) -> None:
         self.draw, self.params = draw, params
@@ -82,14 +84,14 @@ class Engine:
         self.copy()
 
     def _parts(self, name: str) -> list[Part]:
-        """What the engine has of a parameter."""
+        """Returns the parts of a parameter that the engine has."""
         box = tuple((0, size) for size in self.params[name].shape)
         boxes = [box] if self.draw.random() < 0.3 else _boxes(self.draw, box)
         transposes = len(box) > 1 and self.draw.random() < 0.5
         return [Part(name, b, transposes and self.draw.random() < 0.7) for b in boxes if self.draw.random() < 0.9]
 
     def _place(self, tensor: str, parts: list[Part]) -> None:
-        """One below the other; of one shape as a stack, maybe."""
+        """Puts parts into a new tensor, one below the other, or possibly stacked if they have equal shapes."""
         dtype, first = next(iter(self.params.values())).dtype, parts[0].shape
         stacked = all(part.shape == first for part in parts) and self.draw.random() < 0.5
         rows = len(parts) if stacked else sum(part.shape[0] for part in parts)
@@ -105,10 +107,12 @@ class Engine:
             begin = end
 
     def copy(self) -> None:
+        """Copies the parameters into the engine's tensors."""
         for name, of, view in self.views:
             view.copy_(self.params[name][of])
 
     def differing(self) -> list[tuple[str, tuple[slice, ...]]]:
+        """Returns the boxes whose bits differ from the parameter's."""
         return [(name, of) for name, of, view in self.views if not same_bits(view, self.params[name][of])]
 
 
@@ -127,7 +131,7 @@ def test_engines_of_any_layout_follow(seed: int) -> None:
     exact = draw.random() < 0.3
     publisher = torch_ext.WeightPublisher(model, optimizer, exact=exact, sliceable=engine.sliceable)
     if not engine.tensors:
-        return  # nothing of any parameter
+        return  # the engine has no part of any parameter
     verify: list[Any] = ["touched"] if engine.sliceable else ["touched", "full"]
     subscriber = torch_ext.WeightSubscriber(engine.tensors, engine.mapping)
     for _ in range(4):

@@ -1,4 +1,5 @@
-"""Engines that have a trainer's parameters fused, sliced, transposed or under other names."""
+"""WeightSubscriber's mapping: engines that have a trainer's parameters fused, sliced, transposed or under other
+names."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,7 @@ class Block(nn.Module):
 
 
 def _trainer() -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], None]]:
+    """Returns a model, its optimizer, and a function that takes a step."""
     torch.manual_seed(0)
     model = Block().to(BF16)
     optimizer = torch_ext.AdamW(model.named_parameters(), lr=1e-4)
@@ -42,7 +44,7 @@ def _trainer() -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], None]]:
 
 
 def _fused(named: dict[str, Tensor]) -> dict[str, Tensor]:
-    """As an engine would load them: qkv and gate_up fused, down transposed, experts stacked, the rest as it is."""
+    """Returns an engine's tensors: qkv and gate_up fused, down transposed, experts stacked, the rest unchanged."""
     rest = {name: named[name].clone() for name in ("down.bias", "conv.weight", "conv.bias")}
     return rest | {
         "qkv": torch.cat([named["q.weight"], named["k.weight"], named["v.weight"]]),
@@ -54,6 +56,7 @@ def _fused(named: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _fused_mapping() -> dict[str, Any]:
+    """Returns the mapping of parameters to the tensors of `_fused`."""
     q, k = HEADS * 4, HEADS
     return {
         "q.weight": WeightSlice("qkv", at=slice(0, q)),
@@ -68,7 +71,8 @@ def _fused_mapping() -> dict[str, Any]:
 
 
 def _sliced(named: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """Of two tensor-parallel ranks: rows of q, k, v, gate and up, columns of down, no expert, one end of the kernel."""
+    """Returns the tensors of one of two tensor-parallel ranks: rows of q, k, v, gate and up, columns of down, no
+    experts, and one end of the convolution's kernel."""
     rows = {name: named[f"{name}.weight"].chunk(2)[rank] for name in ("q", "k", "v", "gate", "up")}
     return {
         "qkv": torch.cat([rows["q"], rows["k"], rows["v"]]),
@@ -83,6 +87,8 @@ def _sliced(named: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
 
 
 def _sliced_mapping(rank: int) -> dict[str, Any]:
+    """Returns the mapping of parameters to the tensors of `_sliced`."""
+
     def half(size: int) -> slice:
         return slice(rank * size // 2, (rank + 1) * size // 2)
 
@@ -121,7 +127,7 @@ def test_engines_with_other_tensors_follow(layout: str) -> None:
     for version in (1, 2, 3):
         if version == 2:
             with torch.no_grad():
-                next(model.parameters()).mul_(2)  # whole blocks
+                next(model.parameters()).mul_(2)  # changes whole blocks
         step()
         subscriber.apply(publisher.publish())
         expected = laid_out({name: p.detach() for name, p in model.named_parameters()})

@@ -1,4 +1,5 @@
-"""Weights that engines take from a trainer, version by version: bits equal, whatever was stepped or written between."""
+"""WeightPublisher and WeightSubscriber: an engine follows a trainer version by version, with equal bits, whatever was
+stepped or written in between."""
 
 import gc
 import pathlib
@@ -53,7 +54,7 @@ def test_a_delta_is_small_and_before_a_step_it_is_empty() -> None:
     delta = trainer.publisher.publish()
     again = trainer.publisher.publish()
     assert isinstance(delta, bytes)
-    assert len(again) < len(delta) < whole / 3  # of a small model, with all its names
+    assert len(again) < len(delta) < whole / 3  # generous: the model is small, and the delta contains all names
     engine.subscriber.apply(delta)
     engine.subscriber.apply(again)
     assert engine.differs(trainer.model) == [] and engine.subscriber.version == 3
@@ -62,8 +63,8 @@ def test_a_delta_is_small_and_before_a_step_it_is_empty() -> None:
 @pytest.mark.parametrize("frozen", ["", "left out", "in the optimizer"])
 @pytest.mark.parametrize("exact", [False, True])
 def test_what_a_publisher_keeps(exact: bool, frozen: str) -> None:
-    """5/32 byte for each parameter, with exact half a byte more; what is less than a block counts as one. Of what
-    is not trained a checksum for each 1024 alone."""
+    """A publisher keeps 5/32 byte per trained element, with exact=True another half byte; incomplete blocks count as
+    whole ones. For untrained weights it keeps only a checksum per 1024 elements."""
     model = nn.Sequential(nn.Linear(1024, 512, bias=False), nn.Linear(1024, 4096, bias=False)).to(BF16)
     trained, other = model[0].weight, model[1].weight
     if frozen:
@@ -78,9 +79,10 @@ def test_what_a_publisher_keeps(exact: bool, frozen: str) -> None:
         optimizer.step()
 
     def held() -> int:
+        """Returns the bytes of all CPU tensors in this process."""
         gc.collect()
         found = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter) and t.device.type == "cpu"]
-        tensors = [t for t in found if t.layout is torch.strided]  # other tests' sparse ones have no storage
+        tensors = [t for t in found if t.layout is torch.strided]  # sparse tensors of other tests have no storage
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         return sum(storages.values())
 
@@ -98,9 +100,11 @@ def test_what_a_publisher_keeps(exact: bool, frozen: str) -> None:
 
 @pytest.mark.parametrize("states", ["fp32", "bf16", "bf16_remainder", "8bit"])
 def test_what_a_parameter_more_costs(states: Any) -> None:
-    """A few of Python's calls, where everything is where it was the last time; it was 80."""
+    """publish() makes at most 40 Python calls per additional parameter (it used to be 80), if nothing has moved since
+    the last version."""
 
     def calls(layers: int) -> int:
+        """Returns how many Python calls publish() makes for a model of so many layers."""
         model = nn.ModuleList(nn.Linear(3, 5) for _ in range(layers)).to(torch.float32 if states == "fp32" else BF16)
         optimizer = torch_ext.AdamW(model.named_parameters(), lr=1e-2, states=states)
         publisher, engine, found = torch_ext.WeightPublisher(model, optimizer), Engine(model), 0
@@ -127,7 +131,8 @@ def test_what_a_parameter_more_costs(states: Any) -> None:
 
 
 def test_frozen_weights_of_several_runs() -> None:
-    """Written to, thawed and trained: they go on as the runs that they were."""
+    """A large frozen weight is published in several runs. It is written, unfrozen and trained, and keeps its division
+    into runs."""
     model = nn.Sequential(nn.Linear(64, 2), nn.Linear(1024, 1500, bias=False)).to(BF16)
     large = model[1].weight.requires_grad_(False)
     optimizer = torch_ext.AdamW(model.named_parameters(), lr=1e-3)
@@ -147,7 +152,7 @@ def test_frozen_weights_of_several_runs() -> None:
     assert len(parts[1]) < len(parts[3]) < 2 * large.numel()
 
 
-# -- what somebody writes ----------------------------------------------------------------------------------------------
+# -- external writes --------------------------------------------------------------------------------------------------
 
 
 def _first(trainer: Trainer) -> nn.Parameter:
@@ -207,8 +212,8 @@ SILENT = {_through_data, _through_numpy}
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("policy", ["bf16", "bf16_remainder", "fp16", "fp32", "no master"])
 def test_writes_travel(policy: str, write: Callable[[Trainer], None], steps_before: int, steps_after: int) -> None:
-    """Whether steps changed other weights around them, before or after. (A silent write into a block that a step
-    changed, where there is no master to compare with, is an error of the engine.)"""
+    """A write is published whether or not steps changed other weights before or after it. (If there is no master to
+    compare with, a silent write into a block that a step changed makes the engine raise.)"""
     trainer = Trainer(policy, lr=1e-3)
     engine = Engine(trainer.model)
     trainer.step(3)
@@ -231,6 +236,7 @@ def test_writes_travel(policy: str, write: Callable[[Trainer], None], steps_befo
 
 
 def test_loading_an_optimizer_leaves_the_chain_as_it_is() -> None:
+    """The publisher goes on after load_state_dict; engines need no full message."""
     trainer = Trainer("bf16")
     engine = Engine(trainer.model)
     trainer.step(2)
@@ -311,7 +317,7 @@ def test_after_a_restart_a_new_chain_begins_and_engines_say_so() -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda deltas: deltas[1],  # the one before was lost
+        lambda deltas: deltas[1],  # the first one was lost
         lambda deltas: deltas[0][:-1],
         lambda deltas: deltas[0][:20] + bytes([deltas[0][20] ^ 1]) + deltas[0][21:],
         lambda deltas: b"",
@@ -337,7 +343,7 @@ def test_what_does_not_follow_is_an_error_and_nothing_is_written(damage: Callabl
         engine.subscriber.apply(delta)
     assert engine.differs(trainer.model) == []
     with pytest.raises(RuntimeError):
-        engine.subscriber.apply(deltas[1])  # once more
+        engine.subscriber.apply(deltas[1])  # a second time
 
 
 def test_what_somebody_wrote_to_an_engine_is_found() -> None:
@@ -349,7 +355,7 @@ def test_what_somebody_wrote_to_an_engine_is_found() -> None:
     with pytest.raises(RuntimeError):
         engine.subscriber.apply(delta, "full")
     assert engine.subscriber.version == 0
-    engine.subscriber.apply(delta)  # which does not touch it
+    engine.subscriber.apply(delta)  # verify="touched" does not look at `frozen`
     assert engine.differs(trainer.model) == ["frozen"]
 
 
@@ -362,7 +368,7 @@ def test_bytes_of_any_kind(kind: Callable[[bytes], Any]) -> None:
     assert engine.differs(trainer.model) == []
 
 
-# -- engines of others -------------------------------------------------------------------------------------------------
+# -- other libraries' engines -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", ["bf16", "bf16_remainder", "no master"])
@@ -382,6 +388,8 @@ def test_patches_bring_what_deltas_bring(policy: str) -> None:
 
 
 def test_patches_are_a_version_that_subscribers_miss() -> None:
+    """publish_patches() counts as a version, so a delta that follows it does not fit an engine that did not get the
+    patches."""
     trainer = Trainer("bf16", lr=1e-3)
     engine = Engine(trainer.model)
     trainer.step()
@@ -424,7 +432,7 @@ def test_publishers_of_other_optimizers_and_models() -> None:
 
 
 def _of_file(tmp_path: pathlib.Path) -> Tensor:
-    """A file that was mapped for reading."""
+    """Returns a tensor in a file that is mapped read-only."""
     import numpy as np
 
     path = tmp_path / "weights"

@@ -1,4 +1,4 @@
-"""What publishers and subscribers refuse, by the whole message: what, where, and what would be legal."""
+"""The full text of WeightPublisher's and WeightSubscriber's errors: what is wrong, where, and what would be legal."""
 
 import copy
 import pickle
@@ -64,6 +64,7 @@ def test_during_a_backward(doing: str) -> None:
 
 
 def test_all_weights_of_a_version_that_is_over() -> None:
+    """full() is the weights of the last published version, so it raises if a step has changed them since."""
     trainer = _trainer()
     assert _message(trainer.publisher.full, RuntimeError) == (
         '"p0[130, 37]" has changed since version 0; legal: a full message right after a publish'
@@ -109,7 +110,7 @@ def test_an_engine_of_other_tensors(given: dict[str, Tensor], kind: type[Excepti
 
 
 def test_an_engine_whose_tensors_lie_otherwise_follows() -> None:
-    """Strides are the engine's own."""
+    """The engine's tensors may have other strides than the trainer's."""
     trainer = Trainer("bf16", lr=1e-3)
     tensors = weights(trainer.model)
     tensors["p0"] = tensors["p0"].t().contiguous().t()
@@ -160,7 +161,7 @@ def test_averages_that_cannot_be_kept() -> None:
 
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_copy_would_use_memory_that_is_not_its_own(how: Callable[[Any], Any]) -> None:
-    """Of the library, which a subscriber's end frees."""
+    """Both use memory of the library, which is freed when the original is."""
     trainer = _trainer()
     subscriber = torch_ext.WeightSubscriber(weights(Layers("bf16")))
     assert "a WeightSubscriber cannot be copied or pickled: it writes to" in _message(

@@ -1,4 +1,5 @@
-"""Of a thousand versions one in a hundred goes wrong on its way: bits are equal, and every fault is named."""
+"""A thousand versions, one in a hundred of which is lost, repeated, reordered, damaged or another trainer's: bits are
+equal, and every fault is reported."""
 
 import pytest
 import weight_versions

@@ -1,4 +1,5 @@
-"""Optimizers shaped like other libraries', which need GPUs or clusters: their attributes, and what their steps do."""
+"""Optimizers shaped like those of libraries that need GPUs or clusters: the same attributes, and steps that do the same
+to weights and state."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ def is_wide(p: Tensor) -> bool:
 
 
 class Float16Optimizer:
-    """Megatron-LM's: fp32 masters stand in the groups of an optimizer of torch's."""
+    """Megatron-LM's: the groups of a torch optimizer hold fp32 masters of the 16-bit weights."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -38,6 +39,7 @@ class Float16Optimizer:
         return self.optimizer.state
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Returns each 16-bit weight with its fp32 master."""
         weights = [p for group in self.float16_groups for p in group]
         return list(zip(weights, [m for group in self.fp32_from_float16_groups for m in group], strict=True))
 
@@ -54,7 +56,7 @@ class Float16Optimizer:
 
 
 class DistributedOptimizer:
-    """Megatron-LM's: this rank's elements of each parameter, as views, and fp32 masters of these."""
+    """Megatron-LM's: this rank's elements of each parameter, as views, and fp32 masters of those elements."""
 
     def __init__(self, params: Sequence[Tensor], ranges: Sequence[tuple[int, int]], **options: Any) -> None:
         self.model_float16_groups = [list(params)]
@@ -68,7 +70,7 @@ class DistributedOptimizer:
 
 
 class ChainedOptimizer:
-    """Megatron-LM's: several, for dense parameters and for experts."""
+    """Megatron-LM's: several optimizers in one, for dense parameters and for experts."""
 
     def __init__(self, optimizers: Iterable[Any]) -> None:
         self.chained_optimizers = list(optimizers)
@@ -79,7 +81,8 @@ class ChainedOptimizer:
 
 
 class HybridDeviceOptimizer(torch.optim.Optimizer):
-    """Megatron-LM's: some parameters are stepped as copies on the host, in fp32, by optimizers of their own."""
+    """Megatron-LM's: the first `offloaded` parameters are stepped as fp32 copies on the host, by separate
+    optimizers."""
 
     def __init__(self, params: Iterable[Tensor], offloaded: int, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -111,7 +114,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
 
 class FlatPartitions:
-    """DeepSpeed's stages 1 and 2: the weights of a group in one buffer, of which each rank steps a part in fp32."""
+    """DeepSpeed's stages 1 and 2: the weights of a group are in one buffer, and each rank steps a part of it in
+    fp32."""
 
     def __init__(self, params: Sequence[nn.Parameter], padding: int = 3, **options: Any) -> None:
         flat = torch.cat([p.detach().view(-1) for p in params] + [torch.zeros(padding, dtype=params[0].dtype)])
@@ -131,9 +135,9 @@ class FlatPartitions:
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Transformer Engine's: fp32 state beside 16-bit parameters, and master_param in it where it is asked for.
+    """Transformer Engine's: fp32 state for 16-bit parameters, with master_param in it if master_weights is set.
 
-    ignores: dtypes of parameters of which no master is kept, whatever is asked for.
+    ignores: dtypes of parameters that get no master even then.
     """
 
     def __init__(
@@ -176,7 +180,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 class MastersInGroups(torch.optim.Optimizer):
-    """apex's FusedAdam(master_weights=True): groups of masters beside the groups."""
+    """apex's FusedAdam(master_weights=True): masters are in groups of their own, param_groups_master."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0})
@@ -186,13 +190,14 @@ class MastersInGroups(torch.optim.Optimizer):
 
 
 class EightBitAdam(torch.optim.Optimizer):
-    """bitsandbytes': codes, a table of their values and the greatest magnitude of each block of 256."""
+    """bitsandbytes': 8-bit codes, a table of the codes' values, and the greatest magnitude of each block of 256
+    elements."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0})
 
     def set_state(self, p: Tensor, m: Tensor, v: Tensor, steps: int) -> None:
-        """The moments, coded to the nearest value of tables of 256 values."""
+        """Sets the moments, each encoded to the nearest of a table of 256 values."""
         state = self.state[p]
         state["step"] = steps
         for n, values, low in (("1", m, -1.0), ("2", v, 0.0)):
@@ -207,13 +212,13 @@ class EightBitAdam(torch.optim.Optimizer):
 
 
 def model_of(dtype: torch.dtype = BF16, seed: int = 0, width: int = 24) -> nn.Sequential:
-    """Two linear layers, a norm and what lies between: weights of about 0.1, and some that are 1."""
+    """Returns two linear layers with a GELU and a norm in between: weights of about 0.1, and some that are 1."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width), nn.Linear(width, 6)).to(dtype)
 
 
 def train(model: nn.Module, optimizer: Any, steps: int = 3, seed: int = 1) -> None:
-    """Steps on noise; gradients are gone afterwards."""
+    """Takes steps with random gradients and drops the gradients."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         for p in model.parameters():

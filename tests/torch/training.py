@@ -1,4 +1,5 @@
-"""What the optimizer's tests train: the policies, parameters of awkward sizes, and gradients that depend on nothing."""
+"""Helpers of the optimizer's tests: policies by name, parameters of awkward sizes, and gradients that depend on the
+step alone."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_ext
 
-torch.set_num_threads(1)  # for tensors of this size a second thread is only waited for; the C tests vary threads
+torch.set_num_threads(1)  # at these sizes a second thread only costs time; the C tests vary the number of threads
 
 # name -> (dtype of the parameters, override_optimizer_config)
 POLICIES: dict[str, tuple[torch.dtype, dict[str, object]]] = {
@@ -34,12 +35,14 @@ def policy_of(name: str) -> torch_ext.Policy:
 
 
 def params_of(name: str, shapes: Iterable[tuple[int, ...]] = SHAPES, seed: int = 0) -> list[nn.Parameter]:
+    """Returns new parameters of that policy's dtype; equal seeds give equal values."""
     generator = torch.Generator().manual_seed(seed)
     return [nn.Parameter(torch.randn(shape, generator=generator).to(POLICIES[name][0])) for shape in shapes]
 
 
 def set_grads(params: Iterable[Tensor], step: int, dtype: torch.dtype | None = None) -> None:
-    """Gradients of this step: a function of the step alone."""
+    """Sets gradients that are a function of the step and the shapes alone. dtype: theirs, by default each
+    parameter's."""
     generator = torch.Generator().manual_seed(1000 + step)
     for p in params:
         grad = torch.randn(p.shape, generator=generator) * 0.1
@@ -47,6 +50,7 @@ def set_grads(params: Iterable[Tensor], step: int, dtype: torch.dtype | None = N
 
 
 def train(optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> None:
+    """Takes a step for each number, with the gradients of `set_grads`, and drops the gradients."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for step in steps:
         set_grads(params, step)
@@ -60,8 +64,8 @@ def bits(t: Tensor) -> bytes:
 
 
 def everything(optimizer: torch.optim.Optimizer) -> list[dict[str, bytes]]:
-    """The bytes of every parameter and of all of its state at rest, but for checksums of the weights, which lie in
-    memory as they please."""
+    """Returns the bytes of every parameter and of all of its stored state. Checksums of weights are left out: they
+    depend on the memory layout."""
     found = []
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -73,7 +77,7 @@ def everything(optimizer: torch.optim.Optimizer) -> list[dict[str, bytes]]:
 
 
 class OperatorCalls(TorchDispatchMode):
-    """What is called of torch.ops.torch_ext in this context: `calls` has the names and the arguments."""
+    """Records calls of torch.ops.torch_ext in this context: `calls` has each operator's name and arguments."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""python tests/bench accuracy: what a sum over many ranks, or many micro-batches, loses to rounding.
+"""python tests/bench accuracy: the rounding error of a sum over many ranks, or over many micro-batches.
 
-Ranks are simulated, their sums are not: ours are made by the operators that the exchange uses. Every figure is a
-function of the seed and of torch's random numbers: no machine, thread count or load is in it.
+The ranks are simulated. Our sums are not: they are computed by the operators that the exchange uses. Every figure is a
+function of the seed and of torch's random numbers, and does not depend on the machine, its load or the thread count.
 """
 
 import argparse
@@ -23,14 +23,15 @@ _ELEMENTS = 8192
 
 
 class Gradients(NamedTuple):
-    """Of each rank, or of each micro-batch: signal + noise * its own, both N(0, 1)."""
+    """Generates the gradient of each rank, or of each micro-batch: a common signal + noise * random numbers of its own,
+    both N(0, 1)."""
 
     elements: int
     seed: int
     noise: float = 1.0
 
     def __call__(self, count: int) -> Iterator[Tensor]:
-        """fp32 [elements], `count` of them; the first ones are the same for every count."""
+        """Yields `count` gradients, fp32 [elements]. The first ones are the same for every count."""
         generator = torch.Generator().manual_seed(self.seed)
         signal = torch.randn(self.elements, generator=generator)
         for _ in range(count):
@@ -38,7 +39,7 @@ class Gradients(NamedTuple):
 
 
 def error(found: Tensor, exact: Tensor) -> float:
-    """rms of the difference / rms of the exact one."""
+    """Returns the relative error: rms of the difference / rms of the exact tensor."""
     return float((found.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt())
 
 
@@ -46,17 +47,18 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 
 class Reduced(NamedTuple):
-    """Relative errors of the mean over so many ranks, each of which has its gradient in fp32, against float64."""
+    """Relative errors of the mean over `ranks` ranks against float64. Every rank has its gradient in fp32."""
 
     ranks: int
     ring: float  # bf16, rounded at each hop
-    tree: float  # bf16, added up in pairs, rounded at each
+    tree: float  # bf16, added in pairs, each sum rounded
     sent_in_bf16: float  # ours: bf16 on the wire, fp32 sum
-    rounded_once: float  # the same, rounded to bf16, as `.grad` is under no_shard
+    rounded_once: float  # ours, rounded to bf16 at the end, as `.grad` is under no_shard
     sent_in_8_bits: float  # ours: e4m3 and a scale per 128 on the wire, dithered, fp32 sum
 
 
 def reduce(ranks: int, gradients: Gradients) -> Reduced:
+    """Returns the errors of the mean over `ranks` simulated ranks."""
     elements = gradients.elements
     exact = torch.zeros(elements, dtype=torch.float64)
     ring = torch.zeros(elements, dtype=torch.bfloat16)
@@ -96,15 +98,16 @@ def _tree(values: list[Tensor]) -> Tensor:
 
 
 class Accumulated(NamedTuple):
-    """Relative errors of the sum of so many bf16 gradients, against float64."""
+    """Relative errors of the sum of `micro_batches` bf16 gradients against float64."""
 
     micro_batches: int
     bf16: float  # main_grads_dtype bf16
     fp32: float  # main_grads_dtype fp32
-    rounded_once: float  # that, rounded to bf16: as it leaves on a bf16 wire
+    rounded_once: float  # the fp32 sum rounded to bf16, as it is sent in bf16
 
 
 def accumulate(micro_batches: int, gradients: Gradients) -> Accumulated:
+    """Returns the errors of the sum over `micro_batches` micro-batches."""
     exact = torch.zeros(gradients.elements, dtype=torch.float64)
     narrow = torch.zeros(gradients.elements, dtype=torch.bfloat16)
     wide = torch.zeros(gradients.elements)
@@ -130,6 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _blocks(text: str) -> int:
+    """Returns a number of elements that consists of whole blocks."""
     number = step.positive(text)
     if number % constants.BLOCK:
         raise argparse.ArgumentTypeError(

@@ -1,7 +1,8 @@
-"""Experiments on what rounding does to a run: `python tests/bench --quality` prints them, the tests hold them.
+"""Experiments on the effect of roundings on a run. `python tests/bench --quality` prints their results; tests check
+them.
 
-Every figure comes from the optimizer itself (`torch_ext.AdamW` under a policy), beside float64 arithmetic that is fed
-with the very gradients that the optimizer saw.
+Every figure compares the optimizer itself (`torch_ext.AdamW` under a policy) with float64 arithmetic on the same
+gradients.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,28 +15,29 @@ from torch_ext.optim.adamw import AdamW
 from torch_ext.policy.loader import load_policy
 
 ROUNDINGS = ("nearest", "stochastic", "dithered")
-STATES = {"fp32": "fp32", "bf16": "bf16", "8-bit": "fp8"}  # as the tables call them: as the policy does
+STATES = {"fp32": "fp32", "bf16": "bf16", "8-bit": "fp8"}  # name in the tables -> name in the policy
 
 # -- exp_avg_sq after the gradient has dropped --------------------------------------------------------------------
 
 BETA2 = 0.999
-DROP = 0.1  # what gradients are multiplied with after the warm-up
+DROP = 0.1  # the factor by which gradients are multiplied after the warm-up
 
 
 @dataclass(frozen=True)
 class Sample:
-    """v of all elements after one step."""
+    """Statistics of v (exp_avg_sq) over all elements after one step."""
 
     step: int
     mean: float  # of v / exact
-    median: float
-    step_error: float  # rms of sqrt(exact / v) - 1: by what share the update is too long or too short
+    median: float  # of v / exact
+    step_error: float  # rms of sqrt(exact / v) - 1: the relative error of the update's length
     level: float  # mean of v / scale^2: 1 where v has settled on gradients N(0, scale^2)
 
 
 @dataclass
 class Track:
-    """How v of one state fared. `exact` ones have only levels to tell."""
+    """The samples of v for one dtype of the state and one rounding. In the track of the exact v only `level` means
+    something."""
 
     state: str
     rounding: str
@@ -50,8 +52,9 @@ class Track:
 
 @dataclass(frozen=True)
 class Decay:
-    """Gradients N(0, 1) times one lognormal scale per element (so that a block's elements are a factor of hundreds
-    apart) for `warmup` steps, then DROP of that for `decay` steps; bf16, as a bf16 model has them."""
+    """Gradients whose magnitude drops: N(0, 1) times one lognormal scale per element for `warmup` steps, then DROP
+    times that for `decay` steps. The scales within a block differ by a factor of hundreds. Gradients are bf16, as in a
+    bf16 model."""
 
     elements: int = 16384
     warmup: int = 1000
@@ -63,7 +66,7 @@ class Decay:
         return self.warmup + self.decay
 
     def gradients(self, seed: int) -> tuple[Tensor, Iterator[Tensor]]:
-        """The scales, float64 [elements], and the gradient of each step."""
+        """Returns the scales, float64 [elements], and an iterator over the gradient of each step."""
         generator = torch.Generator().manual_seed(seed)
         scale = torch.randn(self.elements, generator=generator, dtype=torch.float64).exp()
 
@@ -76,8 +79,8 @@ class Decay:
 
 
 def follow_moments(decay: Decay, kinds: Sequence[tuple[str, str]], seed: int) -> tuple[list[Track], Track]:
-    """v of each (state, rounding) through the warm-up and the decay, and the exact one, sampled at every
-    `decay.every`-th step. All see the same gradients."""
+    """Follows v of each (state, rounding), and the exact v, through the warm-up and the decay. Samples every
+    `decay.every`-th step. All get the same gradients."""
     scale, grads = decay.gradients(seed)
     exact = torch.zeros_like(scale)
     runs = [(Track(state, rounding), _moment_optimizer(decay, state, rounding, seed)) for state, rounding in kinds]
@@ -95,6 +98,7 @@ def follow_moments(decay: Decay, kinds: Sequence[tuple[str, str]], seed: int) ->
 
 
 def _moment_optimizer(decay: Decay, state: str, rounding: str, seed: int) -> AdamW:
+    """Returns an AdamW with one bf16 weight whose moments have this dtype and rounding."""
     config = {"exp_avg_dtype": STATES[state], "exp_avg_sq_dtype": STATES[state]}
     policy = load_policy(torch.bfloat16, override_optimizer_config=config)
     weight = nn.Parameter(torch.zeros(decay.elements, dtype=torch.bfloat16))
@@ -119,15 +123,16 @@ def _step(optimizer: AdamW, grad: Tensor) -> None:
 
 @dataclass(frozen=True)
 class WeightError:
-    """rms of weight - exact as a share of the rms of exact - start."""
+    """rms of weight - exact, relative to the rms of exact - start."""
 
     rounding: str
     shares: dict[int, float]  # by step
 
 
 def follow_weights(steps: Sequence[int], seed: int, elements: int = 16384, lr: float = 1e-4) -> list[WeightError]:
-    """Weights N(0, 1) that a steady gradient, 1 or -1, moves by lr in each step, so that `exact` is known without
-    arithmetic; moments in fp32, so that only the weight is rounded. The last row, "floor", is `exact` rounded once."""
+    """Follows bf16 weights, initially N(0, 1), that a constant gradient of 1 or -1 moves by lr in each step, so that
+    the exact weight is known. Moments are fp32, so that only the weight is rounded. The last row, "floor", is the exact
+    weight rounded once."""
     generator = torch.Generator().manual_seed(seed)
     start = torch.randn(elements, generator=generator).bfloat16()
     grad = torch.randn(elements, generator=generator).sign().bfloat16()
@@ -152,28 +157,30 @@ def follow_weights(steps: Sequence[int], seed: int, elements: int = 16384, lr: f
     return [*errors, WeightError("floor", rounded_once)]
 
 
-# -- 16-bit remainders beside fp32 masters ------------------------------------------------------------------------
+# -- 16-bit remainders compared with fp32 masters -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class RemainderCheck:
-    """Three runs on the same gradients: remainders; fp32 masters; and fp32 masters to which the rule of the one inexact
-    pattern is done by hand after each step. All counts are sums over steps, of elements."""
+    """The results of three runs on the same gradients: with remainders; with fp32 masters; and with fp32 masters to
+    which the rule of `follow_remainders` is applied by hand after each step. The counts are elements, summed over the
+    steps."""
 
     element_steps: int
-    met: int  # times that the rule changed a master
-    elements: int
-    elements_met: int  # that it changed at least once
-    differ_from_rule: int  # whose weight, master or moments differ between remainders and the rule done by hand
-    differ_unmet: int  # that have not met the rule yet and differ between remainders and plain fp32 masters
+    met: int  # how often the rule changed a master
+    elements: int  # of the parameter, not summed
+    elements_met: int  # elements whose master the rule changed at least once, not summed
+    differ_from_rule: int  # elements whose weight, master or moments differ between remainders and the rule by hand
+    differ_unmet: int  # elements that differ between remainders and plain fp32 masters before the rule changed them
 
 
 def follow_remainders(steps: int, seed: int, elements: int = 4096, lr: float = 1e-3) -> RemainderCheck:
-    """bf16 weights over many binades, bf16 moments, weight decay; every step compared in every bit.
+    """Compares remainders with fp32 masters in every bit after every step. Weights are bf16 over many binades, moments
+    bf16, and there is weight decay.
 
-    The rule: the upper tie of an even weight that is not zero, which is one pattern more than 16 bits beside the weight
-    can tell, is kept one fp32 ulp lower (csrc/math/remainder.h). From then on the two configurations train from masters
-    an ulp apart, so what can be demanded is that nothing but the rule separates them."""
+    A bf16 weight and 16 bits can represent all fp32 masters but one pattern: the upper tie of an even weight that is
+    not zero. The rule is that it is stored one fp32 ulp lower (csrc/math/remainder.h). From then on both configurations
+    train from masters one ulp apart, so the test can only demand that they differ by nothing but the rule."""
     generator = torch.Generator().manual_seed(seed)
     size = torch.randn(elements, generator=generator).mul(2).exp()
     start = (torch.randn(elements, generator=generator) * size * 0.02).bfloat16()
@@ -200,7 +207,7 @@ def follow_remainders(steps: int, seed: int, elements: int = 4096, lr: float = 1
 
 
 def _lower_upper_ties(optimizer: AdamW) -> Tensor:
-    """Does the rule to fp32 masters; returns where."""
+    """Applies the rule to fp32 masters. Returns the mask of the changed elements."""
     weight = optimizer.param_groups[0]["params"][0]
     master = optimizer.state[weight]["master_param"].view(torch.int32)
     upper = weight.detach().view(torch.int16).int()
@@ -210,7 +217,7 @@ def _lower_upper_ties(optimizer: AdamW) -> Tensor:
 
 
 def _bits(optimizer: AdamW) -> list[Tensor]:
-    """The patterns of weight, master and moments, logical ones."""
+    """Returns the bits of weight, master and moments, decoded."""
     weight = optimizer.param_groups[0]["params"][0]
     state = optimizer.state_dict()["state"][0]
     tensors = (weight.detach(), state["master_param"], state["exp_avg"], state["exp_avg_sq"])
@@ -218,5 +225,5 @@ def _bits(optimizer: AdamW) -> list[Tensor]:
 
 
 def _differing(one: list[Tensor], other: list[Tensor]) -> Tensor:
-    """Elements of which any pattern differs."""
+    """Returns the mask of elements that differ in any of the tensors."""
     return torch.stack([a != b for a, b in zip(one, other, strict=True)]).any(0)

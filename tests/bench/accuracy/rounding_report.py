@@ -1,6 +1,7 @@
-"""python tests/bench --quality: what each way of rounding costs in accuracy, and the picture of it.
+"""python tests/bench --quality: what each way of rounding costs in accuracy, as tables and a picture.
 
-Every figure is a function of the seed and of torch's random numbers: no machine, thread count or load is in it.
+Every figure is a function of the seed and of torch's random numbers, and does not depend on the machine, its load or
+the thread count.
 """
 
 import argparse
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the tables; 0 unless a remainder was not what it has to be."""
+    """Prints the tables. Returns 1 if a remainder differs from the expected one, else 0."""
     if options.pictures:
         plots.require_matplotlib()
     torch.set_num_threads(options.threads)
@@ -56,6 +57,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _moments(decay: Decay, tracks: Sequence[Track]) -> str:
+    """Returns the table of exp_avg_sq after the gradients have dropped."""
     times = [decay.warmup, decay.warmup + 2000, decay.steps]
     rows = [["state of v", "rounding", "mean v / exact", "median v / exact", "rms error of the step, %"]]
     rows[0] += ["mean off at most, %", "step off at most, %"]
@@ -81,6 +83,7 @@ def _moments(decay: Decay, tracks: Sequence[Track]) -> str:
 
 
 def _weights(seed: int, steps: Sequence[int], elements: int) -> str:
+    """Returns the table of bf16 weights without master weights."""
     rows = [["rounding", *(f"after {step} steps" for step in steps)]]
     for error in follow_weights(steps, seed, elements):
         rows.append([error.rounding, *(f"{error.shares[step]:.3f}" for step in steps)])
@@ -92,6 +95,7 @@ def _weights(seed: int, steps: Sequence[int], elements: int) -> str:
 
 
 def _remainders(seed: int, quick: bool) -> tuple[str, bool]:
+    """Returns the table of remainders against fp32 masters, and whether they differ by nothing but the rule."""
     steps = _QUICK_REMAINDER_STEPS if quick else _REMAINDER_STEPS
     rows = [["seed", "elements x steps", "rule met", "elements that met it", "differ from the rule", "differ, not met"]]
     right = True
@@ -113,7 +117,8 @@ _COLOURS = {"nearest": "#d1603d", "stochastic": "#e3b66b", "dithered": "#0b7a75"
 
 
 def draw(decay: Decay, tracks: Sequence[Track], exact: Track, folder: Path) -> Path:
-    """Draws v against step, a panel per state, and under it the error of the step; returns the file in the folder."""
+    """Draws v against the step number, one panel per state, and below it the error of the step. Returns the file, which
+    is in `folder`."""
     import matplotlib
 
     matplotlib.use("Agg")  # a file, no display

@@ -1,6 +1,7 @@
-"""How exact the gradient is that an optimizer steps from, after several micro-batches on several ranks.
+"""The error of the gradient that the optimizer reads, after several micro-batches on several ranks.
 
-The gradients are given numbers, so the float64 mean over ranks of the float64 sum over micro-batches is known.
+The gradients of all micro-batches and ranks are given, so that every rank can compute the exact result: the float64
+mean over ranks of the float64 sum over micro-batches.
 """
 
 import math
@@ -17,11 +18,11 @@ from torch_ext.optim.adamw import AdamW
 from torch_ext.parallel.parallelize import parallelize
 from torch_ext.policy.loader import load_policy
 
-_PER_RANK = 1 << 16  # elements; whole blocks, so that rank r's shard is the r-th part of the parameter
+_PER_RANK = 1 << 16  # elements: whole blocks, so that rank r's shard is the r-th part of the parameter
 
 
 class _Given(nn.Module):
-    """One parameter whose gradient is what is given."""
+    """A module with one parameter, whose gradient is the argument of forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +33,7 @@ class _Given(nn.Module):
 
 
 def measure(name: str, seed: int, group: dist.ProcessGroup) -> float:
-    """The relative error (root mean square) of a contender; every rank returns the same."""
+    """Returns the relative error (root mean square) of a contender, the same on every rank."""
     make, micro_batches = CONTENDERS[name]
     grads = [[_gradient(seed, i, rank) for i in range(micro_batches)] for rank in range(dist.get_world_size())]
     exact = sum(grad.double() for of_rank in grads for grad in of_rank) / len(grads)
@@ -46,7 +47,7 @@ def measure(name: str, seed: int, group: dist.ProcessGroup) -> float:
 
 
 def _gradient(seed: int, micro_batch: int, rank: int) -> Tensor:
-    """A signal that all ranks share, and noise."""
+    """Returns a rank's gradient of a micro-batch: a signal that is the same on all ranks, plus noise of the rank."""
     elements = _PER_RANK * dist.get_world_size()
     common = torch.Generator().manual_seed(1000 * seed + micro_batch)
     own = torch.Generator().manual_seed(10**6 * (rank + 1) + 1000 * seed + micro_batch)
@@ -54,7 +55,7 @@ def _gradient(seed: int, micro_batch: int, rank: int) -> Tensor:
 
 
 def _accumulate(model: Any, grads: list[Tensor]) -> None:
-    """model: ours or DDP, whose calls are the same."""
+    """Runs a backward for each micro-batch. model: a parallelized one or DDP, which have the same methods."""
     for grad in grads[:-1]:
         with model.no_sync():
             model(grad).backward()
@@ -62,6 +63,7 @@ def _accumulate(model: Any, grads: list[Tensor]) -> None:
 
 
 def _ddp(grads: list[Tensor], group: dist.ProcessGroup) -> tuple[int, Tensor]:
+    """Returns 0 and DistributedDataParallel's gradient, which every rank has whole."""
     model = _Given()
     ddp = DistributedDataParallel(model, process_group=group)
     _accumulate(ddp, grads)
@@ -70,8 +72,8 @@ def _ddp(grads: list[Tensor], group: dist.ProcessGroup) -> tuple[int, Tensor]:
 
 
 def _ours(grads: list[Tensor], group: dist.ProcessGroup, strategy: str) -> tuple[int, Tensor]:
-    """This rank's part of the parameter and the gradient that the optimizer reads there: with beta1 = 0 its first
-    moment is the gradient."""
+    """Returns where this rank's part of the parameter begins, and the gradient that the optimizer reads there. With
+    beta1 = 0 its first moment is that gradient."""
     model = _Given()
     policy = load_policy(
         model,
@@ -85,12 +87,12 @@ def _ours(grads: list[Tensor], group: dist.ProcessGroup, strategy: str) -> tuple
     return dist.get_rank() * _PER_RANK, optimizer.state[model.weight]["exp_avg"].flatten()
 
 
-# The micro-batches' gradients, the group -> the first element that this rank knows, what it found from there on.
+# (the micro-batches' gradients, the group) -> the first element of this rank's result, and the result.
 Make = Callable[[list[Tensor], dist.ProcessGroup], tuple[int, Tensor]]
 
 _OPTIM: Make = partial(_ours, strategy="optim")
 
-# Name -> who, and of how many micro-batches.
+# Name -> the contender's function, and its number of micro-batches.
 CONTENDERS: dict[str, tuple[Make, int]] = {
     "optim, 1 micro-batch": (_OPTIM, 1),
     "optim, 16 micro-batches": (_OPTIM, 16),

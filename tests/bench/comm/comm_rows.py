@@ -1,4 +1,4 @@
-"""The rows of `bench comm`: who is compared with whom, over which network, and what is asked of the ratio."""
+"""The rows of `bench comm`: which contenders are compared over which network, and the targets of the ratios."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -15,19 +15,19 @@ from bench.timing import Spread, Times
 
 @dataclass(frozen=True)
 class Found:
-    """What the ranks found in one job."""
+    """The findings of one job, combined over the ranks."""
 
     link: str
     seconds: Times  # of a step, one per round: the slowest rank's
-    cpu: Times  # seconds of a step on all of a rank's threads, the mean over the ranks
-    sent: Times  # bytes of a step that a rank sent, the mean over the ranks
-    wire_bytes: dict[str, float]  # the same by our own count, of ours alone
+    cpu: Times  # processor seconds of a step on all of a rank's threads, the mean over the ranks
+    sent: Times  # bytes that a rank sent in a step, the mean over the ranks
+    wire_bytes: dict[str, float]  # the same by torch_ext's own count; peers have none
     errors: dict[str, float]
     refused: dict[str, str]
 
 
 def found(link: str, answers: Sequence[Answer], shared: bool) -> Found:
-    """Of the ranks' answers. shared: each rank counted the bytes of all."""
+    """Combines the ranks' answers. shared: whether each rank counted the bytes of all ranks."""
     first, ranks = answers[0], len(answers)
 
     def rounds(of_rank: list[Times], combine: Callable[[tuple[float, ...]], float]) -> Times:
@@ -45,26 +45,31 @@ def found(link: str, answers: Sequence[Answer], shared: bool) -> Found:
 
 
 class Versus(NamedTuple):
+    """One comparison of a row."""
+
     ours: str
-    theirs: tuple[str, ...] = ()  # several are one peer in different settings, of which the best counts
+    theirs: tuple[str, ...] = ()  # if several: one peer in several settings, of which the best counts
     bar: Bar | None = None
 
 
 class Value(NamedTuple):
+    """The result of a comparison."""
+
     spread: Spread
-    theirs: str  # the one that was compared with
+    theirs: str  # the peer's setting that was the best
     beside: dict[str, float]
 
 
 # -- what is compared --------------------------------------------------------------------------------------------------
 
 
-# What a link carries to what the interface counts: that counts segments of 64 KB before they are cut into packets.
+# Bytes on the link / bytes that the interface counts. The interface counts segments of up to 64 KB, before they are cut
+# into packets with headers of their own.
 _FRAMING = 1514 / 1448
 
 
 def _time(f: Found, versus: Versus) -> Value:
-    """Beside it, what the link alone needs, were it busy all the time."""
+    """Compares the time of a step. Adds the time that the link alone would need if it were always busy."""
     theirs = _best(f.seconds, versus.theirs)
     beside: dict[str, float] = {}
     for whose, who in (("", versus.ours), ("theirs ", theirs)):
@@ -76,7 +81,7 @@ def _time(f: Found, versus: Versus) -> Value:
 
 
 def _bytes(f: Found, versus: Versus) -> Value:
-    """Rounded as what is asked of it."""
+    """Compares the bytes that a rank sends in a step, rounded to as many digits as the target has."""
     theirs = _best(f.sent, versus.theirs)
     exact = timing.ratio(f.sent, versus.ours, theirs)
     beside = {"ratio": exact.median}
@@ -88,11 +93,11 @@ def _bytes(f: Found, versus: Versus) -> Value:
     return Value(Spread(*(round(value, 2) for value in exact)), theirs, beside)
 
 
-_LEAST_EXPOSED = 1e-4  # seconds; a difference of two times that is less says nothing
+_LEAST_EXPOSED = 1e-4  # seconds; a smaller difference of two times is noise
 
 
 def _exposed(f: Found, versus: Versus) -> Value:
-    """What a step takes more than one that exchanges nothing."""
+    """Compares the exposed time: how much longer a step takes than one without any exchange."""
     exposed = {
         who: [max(t - alone, _LEAST_EXPOSED) for t, alone in zip(times, f.seconds[ALONE], strict=True)]
         for who, times in f.seconds.items()
@@ -104,6 +109,7 @@ def _exposed(f: Found, versus: Versus) -> Value:
 
 
 def _error(f: Found, versus: Versus) -> Value:
+    """Compares the relative errors of the gradient; without a peer the value is our error itself."""
     error = f.errors[versus.ours]
     beside = {"error": error} | {f"{who}, error": f.errors[who] for who in versus.theirs}
     value = error / f.errors[versus.theirs[0]] if versus.theirs else error
@@ -111,6 +117,7 @@ def _error(f: Found, versus: Versus) -> Value:
 
 
 def _best(values: Times, who: Sequence[str]) -> str:
+    """Returns the contender with the smallest median."""
     return min((name for name in who if name in values), key=lambda name: statistics.median(values[name]))
 
 
@@ -125,13 +132,15 @@ ALONE = "alone"
 
 @dataclass(frozen=True)
 class Row:
+    """A row: its comparisons, and the networks over which they are made."""
+
     links: tuple[str, ...]
     ranks: tuple[int, ...]
     value: Callable[[Found, Versus], Value]
     versus: tuple[Versus, ...]
-    kind: str = "timing"  # of job
+    kind: str = "timing"  # the kind of its job, a key of rank.KINDS
     compute: float = 0.0  # seconds slept in a backward
-    besides: tuple[str, ...] = field(default=())  # contenders whom every comparison needs
+    besides: tuple[str, ...] = field(default=())  # further contenders that every comparison needs
 
     @property
     def contenders(self) -> list[str]:

@@ -1,4 +1,5 @@
-"""Who takes part in `bench comm`: by name, how to build a training loop over a process group, ours or a peer's."""
+"""The contenders of `bench comm`: by name, functions that build a training loop over a process group, ours or a
+peer's."""
 
 import time
 from collections.abc import Callable
@@ -23,7 +24,7 @@ _LR = 1e-4
 
 
 class Size(NamedTuple):
-    """Of the model: `layers` layers, each with a weight of width x width and a bias."""
+    """The size of the model: `layers` layers, each with a weight of width x width and a bias."""
 
     layers: int
     width: int
@@ -38,7 +39,7 @@ FULL, QUICK = Size(24, 628), Size(4, 64)  # 9.48 million parameters, and few
 
 @dataclass(frozen=True)
 class Task:
-    """What every contender of a run does."""
+    """The task that all contenders of a run have in common."""
 
     size: Size
     compute: float  # seconds slept in a backward, spread over the layers
@@ -46,7 +47,7 @@ class Task:
     seed: int
 
     def model(self, dtype: torch.dtype) -> "Stack":
-        """The same weights everywhere, gradients of the rank's own."""
+        """Returns the model. Its weights are the same on all ranks, its gradients are the rank's own."""
         generator = torch.Generator().manual_seed(self.seed + dist.get_rank(self.group))
         grads = [torch.randn(shape, generator=generator) for shape in _shapes(self.size.width)]
         torch.manual_seed(self.seed)
@@ -58,7 +59,8 @@ def _shapes(width: int) -> list[tuple[int, ...]]:
 
 
 class _Apply(torch.autograd.Function):
-    """Identity with parameters: backward sleeps, which is compute that needs no core, and writes their gradients."""
+    """The identity, with parameters. Its backward sleeps, which simulates computation without using a core, and returns
+    the given gradients of the parameters."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: "_Layer", *params: Tensor) -> Tensor:
@@ -74,6 +76,8 @@ class _Apply(torch.autograd.Function):
 
 
 class _Layer(nn.Module):
+    """A layer with a weight and a bias whose gradients are given."""
+
     def __init__(self, width: int, grads: list[Tensor], pause: float) -> None:
         super().__init__()
         self.weight, self.bias = (nn.Parameter(0.02 * torch.randn(shape)) for shape in _shapes(width))
@@ -85,7 +89,7 @@ class _Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """Layers whose gradients cost no more than to be written: what remains of a step is the exchange."""
+    """Layers whose gradients are only copied, so that a step consists of the exchange and the sleep."""
 
     def __init__(self, size: Size, grads: list[Tensor], compute: float) -> None:
         super().__init__()
@@ -98,7 +102,7 @@ class Stack(nn.Module):
 
 
 class Loop:
-    """A training loop."""
+    """A training loop of a contender."""
 
     def __init__(self, model: nn.Module, optimizer: Any = None) -> None:
         self._x = torch.zeros(1, requires_grad=True)
@@ -111,19 +115,19 @@ class Loop:
         self._model.zero_grad()
 
     def finish(self) -> None:
-        """Waits for what a step leaves to the next forward."""
+        """Waits for work that a step leaves to the next forward, by running a forward."""
         with torch.no_grad():
             self._model(self._x)
 
     @property
     def wire_bytes(self) -> int | None:
-        """That this rank sent for the last reduction, by its own count; None of a peer."""
+        """The bytes that this rank sent for the last reduction, by torch_ext's own count; None for a peer."""
         count = getattr(self._model, "wire_bytes", None)
         return None if count is None else int(count())
 
 
 def _own_group() -> dist.ProcessGroup:
-    """Of this rank alone; every rank calls it."""
+    """Returns a process group of this rank alone. Every rank has to call it."""
     group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     assert isinstance(group, dist.ProcessGroup)
     return group
@@ -139,6 +143,7 @@ def _ddp(task: Task, dtype: torch.dtype, megabytes: float | None = None) -> Loop
 
 
 def _zero(task: Task) -> Loop:
+    """DistributedDataParallel with torch's ZeroRedundancyOptimizer."""
     ddp = DistributedDataParallel(task.model(torch.bfloat16), process_group=task.group)
     optimizer = ZeroRedundancyOptimizer(
         ddp.parameters(), optimizer_class=torch.optim.AdamW, process_group=task.group, lr=_LR, fused=True
@@ -147,7 +152,7 @@ def _zero(task: Task) -> Loop:
 
 
 def _fsdp2(task: Task) -> Loop:
-    """fp32 shards, gathered in bf16, reduced in fp32."""
+    """Plain FSDP2: fp32 shards, gathered in bf16, reduced in fp32."""
     model, mesh = task.model(torch.float32), DeviceMesh.from_group(task.group, "cpu")
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.layers:
@@ -164,8 +169,9 @@ def _ours(
     compression: str | None = None,
     one_rank: bool = False,
 ) -> Loop:
-    """gather: what no_shard gathers its sums in; compression: of the policy; None: the default. one_rank: each rank
-    exchanges with nobody. Where the state is sharded the step is part of it."""
+    """Returns a loop with torch_ext.parallelize. gather: the dtype in which no_shard gathers its sums; compression: the
+    policy's grad_comm_compression; None: the defaults. one_rank: each rank is a process group of its own. The
+    optimizer's step is part of the loop if its state is sharded."""
     model = task.model(torch.bfloat16)
     ddp = {"grad_comm_dtype": wire, "grad_gather_dtype": gather, "grad_comm_compression": compression}
     policy = load_policy(model, override_ddp_config=ddp)
@@ -175,7 +181,7 @@ def _ours(
 
 
 class _HookLoop(Loop):
-    """Whose reduction's bytes the hook counts."""
+    """A loop with DistributedDataParallel whose communication hook counts the bytes."""
 
     def __init__(self, ddp: DistributedDataParallel, hook: CommHook) -> None:
         super().__init__(ddp)
@@ -187,7 +193,7 @@ class _HookLoop(Loop):
 
 
 def _hook(task: Task, compression: str | None = None) -> Loop:
-    """Stock DistributedDataParallel with our reduction in it."""
+    """Stock DistributedDataParallel with our reduction as its communication hook."""
     ddp = DistributedDataParallel(task.model(torch.bfloat16), process_group=task.group)
     policy = load_policy(
         ddp.module, override_ddp_config={"grad_comm_dtype": "bf16", "grad_comm_compression": compression}
@@ -226,6 +232,6 @@ ONE_RANK: dict[str, Make] = {
     f"{strategy}, one rank": partial(_ours, strategy=strategy, wire="bf16", one_rank=True)
     for strategy in ("no_shard", "optim", "optim_grads_params")
 }
-"""A rank's own work, all ranks at a time: they share the processors."""
+"""A rank's own work without exchange. All ranks do it at the same time, so that they share the processors."""
 
 CONTENDERS = {**PEERS, **OURS, **ONE_RANK}

@@ -1,4 +1,4 @@
-"""Starts the ranks of `bench comm`, collects their answers, and ends them, whatever happens, within a limit."""
+"""Starts the ranks of `bench comm` and collects their answers. Ends the ranks in any case, within a time limit."""
 
 import json
 import subprocess
@@ -13,18 +13,22 @@ from bench import resident_memory
 from bench.comm.networks import Place
 from bench.comm.rank import QUESTION, Answer, Question, answer_file
 
-_POLL, _GRACE = 0.05, 1.0  # seconds; where one rank ends, those that end because of it have something to say, too
+# Seconds. The grace period after a rank has failed lets the others fail and print their errors, too.
+_POLL, _GRACE = 0.05, 1.0
 
 _Process = subprocess.Popen[bytes]
 
 
 class Answers(NamedTuple):
-    of_jobs: list[list[Answer]]  # for each job that was done to its end, each rank's answer
-    why_not_all: str  # in the words of the ranks; "" where all were
+    """The answers of the ranks of one network."""
+
+    of_jobs: list[list[Answer]]  # for each finished job, each rank's answer
+    why_not_all: str  # why jobs are missing, in the words of the ranks; "" if none is
 
 
 def ask(question: Question, places: Sequence[Place], limit: float) -> Answers:
-    """Starts one rank at each place; none is left when this returns or raises. limit: seconds."""
+    """Starts one rank at each place and waits for the answers. No rank is left when this returns or raises. limit: in
+    seconds."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / QUESTION).write_text(question.as_json())
@@ -43,20 +47,22 @@ def ask(question: Question, places: Sequence[Place], limit: float) -> Answers:
 
 
 def _start(folder: Path, rank: int, place: Place) -> _Process:
+    """Starts a rank. Its output goes to a file, for error messages."""
     command = [sys.executable, "-m", "bench.comm.rank", str(folder), str(rank)]
     environment = resident_memory.environment() | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": place.interface}
     with _output(folder, rank).open("wb") as output:
         return subprocess.Popen(
             [*place.command, *command],
-            stdin=subprocess.PIPE,  # nothing comes, but it ends when we do
+            stdin=subprocess.PIPE,  # nothing is written, but it is closed when this process ends
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment,
-            start_new_session=True,  # Ctrl-C is for us, who end them
+            start_new_session=True,  # Ctrl-C reaches this process only, which then ends the ranks
         )
 
 
 def _wait(processes: Sequence[_Process], folder: Path, limit: float) -> str:
+    """Waits for the ranks. Returns why they did not all finish; "" if they did."""
     deadline = time.monotonic() + limit
     while time.monotonic() < deadline:
         ended = [process.poll() for process in processes]
@@ -79,7 +85,7 @@ def _last_words(folder: Path, rank: int, process: _Process) -> str:
 
 
 def _read(folder: Path, jobs: int, ranks: int) -> list[list[Answer]]:
-    """Jobs are done in order, so the first one that a rank has not answered is the last that was begun."""
+    """Reads the answers up to the first job that some rank has not answered: jobs are done in order."""
     answers = []
     for job in range(jobs):
         files = [folder / answer_file(job, rank) for rank in range(ranks)]

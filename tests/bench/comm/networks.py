@@ -1,8 +1,8 @@
-"""Where the ranks of `bench comm` run: on loopback, or each on a host of its own behind a link of a known speed.
+"""The networks of `bench comm`: ranks run on loopback, or each on a host of its own behind a link of a known speed.
 
-A host is a network namespace. A veth pair connects it to a bridge, which is in a namespace of its own too, so that no
-device, address or route of the machine is touched; `tc tbf` shapes both ends of the pair, what the host sends and what
-the bridge hands to it. Loopback is a namespace's as well where there can be one: then nobody else's bytes are counted.
+A host is a network namespace. A veth pair connects it to a bridge. The bridge is in a namespace of its own too, so that
+no device, address or route of the machine is touched. `tc tbf` shapes both ends of the pair: what the host sends, and
+what the bridge sends to it. Loopback is also that of a new namespace, if possible, so that no other bytes are counted.
 """
 
 import os
@@ -17,15 +17,15 @@ _IP_AND_TC = ("ip", "tc")
 
 
 class Unavailable(Exception):
-    """The network cannot be made here: why, and what would make it possible."""
+    """The network cannot be created on this machine. The message says why, and what would make it possible."""
 
 
 class Link(NamedTuple):
-    """Of every host, in both directions."""
+    """The link of every host, the same in both directions."""
 
     bits_per_second: int
-    burst: str  # of tbf: what may pass at once; more than a segment that the kernel has not cut yet (64 KB)
-    latency: str  # of tbf: how long a packet may queue before it is dropped
+    burst: str  # tbf's burst: has to exceed a segment that the kernel has not cut into packets yet (64 KB)
+    latency: str  # tbf's latency: how long a packet may queue before it is dropped
 
 
 LINKS: dict[str, Link | None] = {
@@ -38,14 +38,15 @@ LINKS: dict[str, Link | None] = {
 class Place(NamedTuple):
     """Where a rank runs."""
 
-    command: tuple[str, ...]  # that its own command goes behind
-    interface: str  # its data leave by it, and are counted there
-    shared: bool  # by all ranks, so that its counters are of all of them
+    command: tuple[str, ...]  # the prefix of the rank's command
+    interface: str  # the interface that its data leave by, where they are counted
+    shared: bool  # whether all ranks use this interface, so that its counters are sums over the ranks
 
 
 @contextmanager
 def network(link: str, ranks: int) -> Iterator[list[Place]]:
-    """A place for each rank, for as long as the context lasts. Raises Unavailable; leaves nothing behind."""
+    """Yields a place for each rank. The network exists as long as the context lasts. Raises Unavailable if it cannot be
+    created; nothing is left behind then."""
     shape = LINKS[link]
     with ExitStack() as stack:
         if shape is not None:
@@ -61,13 +62,14 @@ def network(link: str, ranks: int) -> Iterator[list[Place]]:
 
 
 def sent_bytes(interface: str) -> int:
-    """That left by the interface of this process's namespace, headers included."""
+    """Returns the bytes that left by an interface of this process's namespace, headers included."""
     with open("/proc/net/dev") as file:
         (line,) = (line for line in file if line.strip().startswith(interface + ":"))
     return int(line.partition(":")[2].split()[8])
 
 
 def _hosts(stack: ExitStack, link: Link, ranks: int) -> list[Place]:
+    """Creates a host for each rank and the bridge between them."""
     switch = _namespace(stack, "switch")
     _ip(switch, "link add bridge type bridge")
     _ip(switch, "link set bridge up")
@@ -87,19 +89,21 @@ def _hosts(stack: ExitStack, link: Link, ranks: int) -> list[Place]:
 
 
 def tool(name: str) -> str | None:
-    """Where it is, if it is here: also where PATHs of users, and Bazel's, do not lead."""
+    """Returns the path of a program, or None. Also searches the sbin folders, which users and Bazel lack in their
+    PATH."""
     return shutil.which(name, path=os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin")))
 
 
 def _namespace(stack: ExitStack, what: str) -> str:
-    """A new one, removed with the stack. Its name is nobody else's, whatever another run left."""
+    """Creates a network namespace, which is removed with the stack, and returns its name. The name is unique, even if
+    another run left namespaces behind."""
     missing = [name for name in _IP_AND_TC if tool(name) is None]
     if missing:
         raise Unavailable(f"no {' and no '.join(missing)} here: install iproute2, and run as root")
     if os.geteuid() != 0:
         raise Unavailable("network namespaces are root's: run as root")
     name = f"torch_ext-{os.getpid()}-{secrets.token_hex(3)}-{what}"
-    # Before it is there: what was begun is removed, too.
+    # Registered before the namespace is created, so that it is also removed if creating it fails half-way.
     stack.callback(
         subprocess.run, [tool("ip") or "ip", "netns", "delete", name], stderr=subprocess.DEVNULL, check=False
     )
@@ -116,6 +120,7 @@ def _ip(namespace: str, arguments: str) -> None:
 
 
 def _call(name: str, arguments: str) -> None:
+    """Runs ip or tc. Raises Unavailable, with the requirements of the network, if it fails."""
     run = subprocess.run([tool(name) or name, *arguments.split()], capture_output=True, text=True)
     if run.returncode:
         words = " ".join(run.stderr.split())

@@ -1,6 +1,7 @@
-"""What one rank of `bench comm` does, in a process of its own: python -m bench.comm.rank FOLDER RANK.
+"""The process of one rank of `bench comm`: python -m bench.comm.rank FOLDER RANK.
 
-The folder has the question; the answers go into it, each when it is there. The process ends with its standard input.
+It reads the question from the folder and writes the answer to each job there when the job is done. It ends when its
+standard input is closed.
 """
 
 import datetime
@@ -27,14 +28,14 @@ _Built = TypeVar("_Built")
 
 QUESTION = "question.json"
 
-_WARM_UP = 3  # steps of each contender before the first round: DDP makes its buckets anew after the first of them
-_STEPS = 2  # that a time is taken of, after one that is not timed: others had the link before
-_CONTENDER = datetime.timedelta(seconds=30)  # that a rank of a contender waits for another
-_WORLD = datetime.timedelta(seconds=150)  # longer: what a contender ran into is said over this group
+_WARM_UP = 3  # steps of each contender before the first round: DDP rebuilds its buckets after the first of them
+_STEPS = 2  # steps per timing, after an untimed one, since other contenders used the link before
+_CONTENDER = datetime.timedelta(seconds=30)  # timeout of a contender's process group
+_WORLD = datetime.timedelta(seconds=150)  # timeout of the default group, longer: errors of contenders are sent over it
 
 
 class Job(NamedTuple):
-    """Contenders to compare with each other."""
+    """Contenders to compare with each other in one run."""
 
     kind: str  # a key of KINDS
     contenders: list[str]
@@ -43,7 +44,7 @@ class Job(NamedTuple):
 
 
 class Question(NamedTuple):
-    """The same for all ranks of a network."""
+    """What the ranks of a network are asked to do; the same for all of them."""
 
     world_size: int
     interface: str
@@ -62,12 +63,12 @@ class Question(NamedTuple):
 
 @dataclass
 class Answer:
-    """What a rank found, by contender."""
+    """The findings of one rank in one job, by contender."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)  # of a step, one per round
-    cpu: dict[str, list[float]] = field(default_factory=dict)  # seconds of a step on all threads, the kernel's included
-    sent: dict[str, list[float]] = field(default_factory=dict)  # bytes of a step, by the interface
-    wire_bytes: dict[str, int | None] = field(default_factory=dict)  # of the last step, by our own count
+    cpu: dict[str, list[float]] = field(default_factory=dict)  # processor seconds of a step, system time included
+    sent: dict[str, list[float]] = field(default_factory=dict)  # bytes of a step, as the interface counts them
+    wire_bytes: dict[str, int | None] = field(default_factory=dict)  # of the last step, by torch_ext's own count
     errors: dict[str, float] = field(default_factory=dict)  # of the gradient, relative
     refused: dict[str, str] = field(default_factory=dict)  # why it did not take part
 
@@ -77,6 +78,7 @@ def answer_file(job: int, rank: int) -> str:
 
 
 def _time(question: Question, job: Job) -> Answer:
+    """Builds the contenders of a job and times them in turn."""
     answer = Answer()
 
     def build(name: str, group: dist.ProcessGroup) -> Loop:
@@ -108,12 +110,15 @@ def _time(question: Question, job: Job) -> Answer:
 
 
 class _Step(NamedTuple):
+    """The mean of the steps of one turn."""
+
     seconds: float
     cpu: float
     sent: float
 
 
 def _turn(loop: Loop, interface: str) -> _Step:
+    """Times a few steps of one contender."""
     loop.step()
     before = _sent_by_all(interface)
     begin, cpu_begin = time.perf_counter(), time.process_time()
@@ -126,7 +131,7 @@ def _turn(loop: Loop, interface: str) -> _Step:
 
 
 def _sent_by_all(interface: str) -> int:
-    """The counter while nobody steps; all ranks return together."""
+    """Returns the interface's counter at a moment when no rank steps. All ranks return together."""
     dist.barrier()
     sent = sent_bytes(interface)
     dist.barrier()
@@ -134,14 +139,14 @@ def _sent_by_all(interface: str) -> int:
 
 
 def _everywhere(build: Callable[[dist.ProcessGroup], _Built]) -> tuple[_Built | None, str]:
-    """What was built over a group of its own, since what one contender breaks is no other's; or None, on every rank,
-    and the words of the first rank that could not."""
+    """Calls `build` with a new process group, so that a contender cannot break the groups of others. Returns its
+    result. If `build` fails on any rank, all ranks return None and the error of the first rank that failed."""
     built, why = None, ""
     group = dist.new_group(timeout=_CONTENDER)
     assert isinstance(group, dist.ProcessGroup)
     try:
         built = build(group)
-    except Exception as error:  # whatever it is: the figure's line says it
+    except Exception as error:  # of any kind: it is printed in the figure's line
         why = f"{type(error).__name__}: {' '.join(str(error).split())}"
     whys: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(whys, why)
@@ -150,6 +155,7 @@ def _everywhere(build: Callable[[dist.ProcessGroup], _Built]) -> tuple[_Built | 
 
 
 def _compare_errors(question: Question, job: Job) -> Answer:
+    """Measures the gradient errors of the contenders of a job."""
     answer = Answer()
     for name in job.contenders:
         error, why = _everywhere(partial(comm_accuracy.measure, name, question.seed))
@@ -164,7 +170,8 @@ KINDS: dict[str, Callable[[Question, Job], Answer]] = {"timing": _time, "accurac
 
 
 def _end_with_input() -> None:
-    """The bench holds the other end: where it is gone, however it went, nobody waits for us."""
+    """Ends this process when standard input is closed: then the benchmark's process, which has the other end, is
+    gone."""
     sys.stdin.read()
     os._exit(1)
 
@@ -182,7 +189,7 @@ def main(arguments: Sequence[str]) -> None:
         unfinished.write_text(json.dumps(asdict(answer)))
         unfinished.rename(folder / answer_file(i, rank))
     dist.barrier()
-    os._exit(0)  # what contenders left to be waited for is not
+    os._exit(0)  # without waiting for work that contenders have left unfinished
 
 
 if __name__ == "__main__":

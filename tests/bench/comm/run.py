@@ -1,4 +1,5 @@
-"""python tests/bench comm: the data-parallel exchange against its peers, every figure a ratio of one run."""
+"""python tests/bench comm: compares the data-parallel gradient exchange with its peers. Every figure is a ratio within
+one run."""
 
 import argparse
 import json
@@ -34,6 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class _Where(NamedTuple):
+    """A network: the kind of its links and its number of ranks."""
+
     link: str
     ranks: int
 
@@ -42,14 +45,14 @@ class _Where(NamedTuple):
 
 
 class _Key(NamedTuple):
-    """Of a job: rows with the same one are compared in one run."""
+    """The key of a job. Rows with the same key are measured in one run."""
 
     kind: str
     compute: float  # seconds slept in a backward
 
 
 class _Plan(NamedTuple):
-    """What is measured with."""
+    """The settings of a run."""
 
     rows: dict[str, Row]
     rounds: int
@@ -59,7 +62,7 @@ class _Plan(NamedTuple):
     quick: bool
 
     def networks(self) -> dict[_Where, list[str]]:
-        """Each network that a row needs -> the rows that need it."""
+        """Returns network -> the rows that are measured over it."""
         networks: dict[_Where, list[str]] = {}
         for name, row in self.rows.items():
             places = [("loopback", 2)] if self.quick else [(link, ranks) for link in row.links for ranks in row.ranks]
@@ -71,14 +74,14 @@ class _Plan(NamedTuple):
         return _Key(row.kind, row.compute / 10 if self.quick else row.compute)
 
     def jobs(self, names: list[str]) -> list[Job]:
-        contenders: dict[_Key, dict[str, None]] = {}  # as ordered sets
+        contenders: dict[_Key, dict[str, None]] = {}  # the inner dict serves as an ordered set
         for row in (self.rows[name] for name in names):
             contenders.setdefault(self.job_of(row), {}).update(dict.fromkeys(row.contenders))
         return [Job(key.kind, list(who), self.rounds, key.compute) for key, who in contenders.items()]
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the figures as they come; the exit status does not depend on them."""
+    """Measures the rows and prints their figures as they come. The exit status does not depend on the figures."""
     plan = _Plan(
         rows={name: ROWS[name] for name in options.rows},
         rounds=options.rounds or (_QUICK_ROUNDS if options.quick else _ROUNDS),
@@ -114,7 +117,7 @@ def run(options: argparse.Namespace) -> int:
                 _judge(plan, where, name, found, why, findings)
             figures, skips = findings.figures[before[0] :], findings.skips[before[1] :]
             print(bench_report.lines(figures, skips), flush=True)
-            if options.json:  # after each network: what took minutes is kept
+            if options.json:  # after each network, so that minutes of measuring are kept if a later one fails
                 text = json.dumps(bench_report.as_json(facts, settings, findings), indent=1)
                 options.json.write_text(text + "\n")
     print(bench_report.closing(findings))
@@ -122,7 +125,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _find(plan: _Plan, where: _Where, jobs: list[Job]) -> tuple[dict[_Key, Found], str]:
-    """What the ranks found, by job, and why that is not all."""
+    """Runs the jobs on a network. Returns the findings by job, and why some are missing ("" if none is)."""
     try:
         with network(where.link, where.ranks) as places:
             place = places[0]
@@ -132,14 +135,14 @@ def _find(plan: _Plan, where: _Where, jobs: list[Job]) -> tuple[dict[_Key, Found
             answers, why = launcher.ask(question, places, plan.limit)
     except Unavailable as unavailable:
         return {}, str(unavailable)
-    pairs = zip(jobs, answers, strict=False)  # those that were done
+    pairs = zip(jobs, answers, strict=False)  # there are answers of the finished jobs only
     return {
         _Key(job.kind, job.compute): comm_rows.found(where.link, of_ranks, place.shared) for job, of_ranks in pairs
     }, why
 
 
 def _judge(plan: _Plan, where: _Where, name: str, found: dict[_Key, Found], why: str, findings: Findings) -> None:
-    """A figure, or a skip that says why not, for every comparison of a row."""
+    """Adds a figure, or a skip with its reason, for every comparison of a row."""
     row = plan.rows[name]
     f = found.get(plan.job_of(row))
     for versus in row.versus:
@@ -154,7 +157,7 @@ def _judge(plan: _Plan, where: _Where, name: str, found: dict[_Key, Found], why:
 
 
 def _missing(f: Found, row: Row, versus: Versus) -> str:
-    """Why the comparison cannot be made: who did not take part, in its own words."""
+    """Returns why the comparison cannot be made: the errors of the contenders that did not take part; "" if it can."""
     needed = [versus.ours, *row.besides]
     if versus.theirs and all(who in f.refused for who in versus.theirs):
         needed += versus.theirs
@@ -162,7 +165,7 @@ def _missing(f: Found, row: Row, versus: Versus) -> str:
 
 
 def _congestion_control() -> str:
-    """Of TCP."""
+    """Returns the name of TCP's congestion control."""
     try:
         with open("/proc/sys/net/ipv4/tcp_congestion_control") as file:
             return file.read().strip()
@@ -172,7 +175,7 @@ def _congestion_control() -> str:
 
 @contextmanager
 def _ended_as_by_ctrl_c() -> Iterator[None]:
-    """A polite kill removes ranks and namespaces, too."""
+    """Turns SIGTERM into SystemExit for as long as the context lasts, so that ranks and namespaces are removed."""
 
     def end(number: int, _frame: FrameType | None) -> None:
         sys.exit(128 + number)

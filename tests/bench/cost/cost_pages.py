@@ -1,4 +1,4 @@
-"""The table and the picture of docs/cost.md."""
+"""Makes the table and the picture of docs/cost.md."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +11,8 @@ _SHOWN = (2, 8, 64, 512, 4096)
 
 
 def table(rows: "Sequence[Row]") -> str:
-    """Markdown: milliseconds of a step, all-to-all | two-level | ring."""
+    """Returns Markdown tables, one per cluster. A cell has the milliseconds of a step: all-to-all / two-level /
+    ring."""
     found = {(r.cluster, r.model, r.strategy, r.exchange, r.ranks): r.milliseconds for r in rows}
     shown = [n for n in _SHOWN if any(r.ranks == n for r in rows)]
     lines = []
@@ -35,7 +36,8 @@ _STYLES = {"optim": "-", "optim_grads_params": "--"}
 
 
 def draw(rows: "Sequence[Row]", compute: Mapping[str, float], path: Path) -> None:
-    """Time of a step over that of its computation, against the number of ranks. compute: milliseconds, by model."""
+    """Draws the time of a step / the time of its computation, against the number of ranks. compute: milliseconds of the
+    computation, by model."""
     import matplotlib
 
     matplotlib.use("Agg")  # a file, no display

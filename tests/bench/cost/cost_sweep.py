@@ -1,5 +1,5 @@
-"""python tests/bench cost: what a step costs on 2 to 4096 ranks, by the simulator; and, with --measured, how close that
-is to a real network."""
+"""python tests/bench cost: simulates what a step costs on 2 to 4096 ranks. With --measured it instead compares the
+simulator's predictions with a real network."""
 
 import argparse
 import json
@@ -33,22 +33,23 @@ CLUSTERS = {
         sum_bytes_per_second=1e12,
     ),
 }
-"""Nodes of 8 GPUs. Within: NVLink 4 at two thirds of its peak; between: cards at nine tenths of it."""
+"""Nodes of 8 GPUs. Within a node: NVLink 4 at two thirds of its peak rate; between nodes: cards at nine tenths of
+theirs."""
 
 _SECONDS = {"GPT-2 small": (0.013, 0.025), "7 B": (0.28, 0.55)}
-"""Forward and backward of 8192 tokens a rank, 6 operations a parameter and token, at 4e14 of them a second (7 B) and
-1.6e14 (GPT-2 small)."""
+"""Seconds of forward and backward for 8192 tokens per rank: 6 operations per parameter and token, at 4e14 operations
+per second (7 B) or 1.6e14 (GPT-2 small)."""
 
 _WORLDS = [2**k for k in range(1, 13)]
 _FEW_WORLDS = [2, 8, 64, 512, 4096]
-"""Of FSDP2: it has three exchanges for each unit."""
+"""World sizes that are simulated for FSDP2, fewer because it has three exchanges for each unit."""
 
 _NO_RING = 512
-"""Ranks above which FSDP2's rings are left out: trips by the million."""
+"""Above so many ranks FSDP2's rings are not simulated: they would have millions of messages."""
 
 
 class Row(NamedTuple):
-    """Of the table: one case. Bytes and messages are those that a rank sends in a step."""
+    """One simulated case, a row of the JSON file. Bytes and messages are those that a rank sends in a step."""
 
     cluster: str
     model: str
@@ -88,17 +89,19 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _rows(most: int) -> Iterator[Row]:
+    """Yields the rows of all clusters, models and strategies, on up to `most` ranks."""
     policy = load_policy(torch.bfloat16)
     for cluster in CLUSTERS:
         for name, make in MODELS.items():
             forward, backward = _SECONDS[name]
             model = Model.of(make(), policy)._replace(forward_seconds=forward, backward_seconds=backward)
             for strategy in KINDS:
-                if strategy != "DDP hook" or name != "7 B":  # whose 226 buckets of 25 MB nobody would want
+                if strategy != "DDP hook" or name != "7 B":  # which would have 226 buckets of 25 MB
                     yield from _rows_of(cluster, name, model, strategy, most)
 
 
 def _rows_of(cluster: str, name: str, model: Model, strategy: str, most: int) -> Iterator[Row]:
+    """Yields the rows of one strategy, one for each exchange and number of ranks."""
     units = strategy == "optim_grads_params"
     asked = [
         (exchange, ranks)

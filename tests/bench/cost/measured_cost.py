@@ -1,4 +1,4 @@
-"""What the simulator predicts of `bench comm`'s model at 1 Gbit/s, against what it takes there."""
+"""Compares the simulator's predictions for the model of `bench comm` at 1 Gbit/s with measured times."""
 
 import os
 from typing import NamedTuple
@@ -15,10 +15,9 @@ from torch_ext.policy.loader import load_policy
 
 _LINK, _LIMIT = "1 Gbit/s", 500.0
 _PAYLOAD = 1448 / 1514
-"""Of a packet: the rest is its frame."""
+"""The fraction of a packet that is data; the rest is headers and framing."""
 
-# Measured before, on their own: a message costs a processor that is not busy half a millisecond, and 32 MB are added up
-# in 4 ms.
+# Measured separately, on an idle processor: a message costs it half a millisecond, and adding up 32 MB takes 4 ms.
 _LATENCY, _POST, _SUM = 1e-4, 5e-4, 8e9
 
 STRATEGIES = {
@@ -26,11 +25,12 @@ STRATEGIES = {
     "optim bf16, as it is": "optim",
     "optim_grads_params bf16": "optim_grads_params",
 }
-"""Contender -> strategy."""
+"""Contender of `bench comm` -> strategy."""
 
 
 def compare(rounds: int) -> list[str]:
-    """A line for each number of ranks, computation and strategy. The least of `rounds` counts, as load adds."""
+    """Returns a line for each number of ranks, computation and strategy. The least of `rounds` times counts, since
+    other load only adds to a time."""
     lines = ["N, ms slept in backward, strategy: ms predicted, measured; ratio"]
     for ranks in (2, 4):
         try:
@@ -55,15 +55,17 @@ def compare(rounds: int) -> list[str]:
 
 
 class Work(NamedTuple):
-    """Seconds that a rank's processor needs for a step beside the exchange."""
+    """Seconds of a rank's processor for a step, without the exchange."""
 
-    backward: float  # with the forward, of which there is hardly any
+    backward: float  # forward included, which takes hardly any time
     step: float
 
 
 def _work(least: dict[str, float], strategy: str, ranks: int) -> Work:
-    """From steps of one rank, while the others did the same: what `optim` takes more than a step without exchange and
-    optimizer is the optimizer, of which a rank of several has a part; what FSDP2 takes beyond that are its copies."""
+    """Computes the work from the times of steps without exchange, which all ranks made at the same time.
+
+    `optim` without exchange takes longer than a plain step by the optimizer's step, which is divided among the ranks.
+    FSDP2's further time is that of its copies, which are not divided."""
     alone, optim = least["alone"], least["optim, one rank"]
     if strategy == "no_shard":
         return Work(least["no_shard, one rank"], 0.0)
@@ -73,7 +75,7 @@ def _work(least: dict[str, float], strategy: str, ranks: int) -> Work:
 
 
 def seconds_of(strategy: str, ranks: int, work: Work) -> float:
-    """Predicted of a step."""
+    """Returns the predicted seconds of a step."""
     link = LINKS[_LINK]
     assert link is not None
     wire = Link(_LATENCY, link.bits_per_second / 8 * _PAYLOAD)

@@ -1,4 +1,4 @@
-"""Models by their shapes, on the meta device: nothing is allocated, nothing can run."""
+"""Models on the meta device, for their shapes: no memory is allocated, and they cannot run."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,7 +9,7 @@ _Shapes = Sequence[tuple[int, ...]]
 
 
 class _Shaped(nn.Module):
-    """Parameters of these shapes."""
+    """A module with parameters of the given shapes."""
 
     def __init__(self, shapes: _Shapes) -> None:
         super().__init__()
@@ -18,7 +18,7 @@ class _Shaped(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Embeddings, blocks, and what comes behind them."""
+    """Embeddings, blocks, and the layers after them."""
 
     def __init__(self, before: _Shapes, block: _Shapes, n_blocks: int, after: _Shapes) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Transformer(nn.Module):
 
 
 def gpt2_small() -> Transformer:
-    """124 million parameters: its head is its embedding."""
+    """GPT-2 small, 124 million parameters. Its head is tied to the embedding."""
     d = 768
     norm = [(d,), (d,)]
     attention = [(d, 3 * d), (3 * d,), (d, d), (d,)]
@@ -37,7 +37,7 @@ def gpt2_small() -> Transformer:
 
 
 def llama_7b() -> Transformer:
-    """6.74 billion parameters."""
+    """A Llama of 6.74 billion parameters."""
     d, inner, words = 4096, 11008, 32000
     block = [*[(d, d)] * 4, *[(inner, d)] * 2, (d, inner), (d,), (d,)]
     return Transformer([(words, d)], block, 32, [(d,), (words, d)])

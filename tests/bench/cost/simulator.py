@@ -1,4 +1,4 @@
-"""The simulator of a step's cost (tests/core/cycle_cost.h) from Python: what is asked, and its answers."""
+"""Calls the simulator of a step's cost (tests/core/cycle_cost.h), which is a C++ program, from Python."""
 
 import json
 import subprocess
@@ -25,36 +25,38 @@ KINDS = {
 """Strategy -> its tx_cycle_kind."""
 
 EXCHANGES = ("all-to-all", "two-level", "ring")
-"""As cycle_cost::How."""
+"""The values of cycle_cost::How, in its order."""
 
 _ROOT = Path(__file__).absolute().parents[3]
 _PROGRAM = "tests/core/predict_cost"
 
 
 class Link(NamedTuple):
-    """One rank's way into a network, each direction."""
+    """One rank's link into a network; the numbers hold for each direction."""
 
     latency: float  # seconds
     bytes_per_second: float
-    message_seconds: float = 0.0  # that it takes for each message, besides its bytes
+    message_seconds: float = 0.0  # additional time for each message, whatever its size
 
 
 class Cluster(NamedTuple):
-    """Machines and their links."""
+    """Nodes and their links."""
 
     ranks_per_node: int
     within: Link
     between: Link
-    node_bytes_per_second: float = 0.0  # to other nodes, and from them, for all ranks of a node; 0: no further limit
-    post_seconds: float = 0.0  # of a rank's processor, for each message that it sends
-    sum_bytes_per_second: float = 0.0  # of received chunks that are added up; 0: that takes no time
+    node_bytes_per_second: float = 0.0  # of all ranks of a node together, in each direction; 0: no such limit
+    post_seconds: float = 0.0  # time of a rank's processor for each message that it sends
+    sum_bytes_per_second: float = 0.0  # rate at which received chunks are added up; 0: that takes no time
 
 
 class Param(NamedTuple):
+    """A parameter as the simulator sees it."""
+
     numel: int
     rows: int  # its first dimension
-    unit: int  # of FSDP2; 0: the root's
-    bucket: int  # of DistributedDataParallel
+    unit: int  # its FSDP2 unit; 0: the root
+    bucket: int  # its bucket in DistributedDataParallel
 
 
 class Model(NamedTuple):
@@ -64,7 +66,7 @@ class Model(NamedTuple):
     policy: Policy
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
-    step_seconds: float = 0.0  # of the optimizer, on what a rank steps
+    step_seconds: float = 0.0  # of the optimizer's step, for the part that one rank steps
 
     @property
     def numel(self) -> int:
@@ -72,7 +74,8 @@ class Model(NamedTuple):
 
     @classmethod
     def of(cls, module: nn.Module, policy: Policy, *, bucket_cap_mb: float | None = None) -> "Model":
-        """All of a module's parameters; it may be on the meta device. bucket_cap_mb: as DistributedDataParallel's."""
+        """Returns the model of a module's trained parameters. The module may be on the meta device. bucket_cap_mb: as
+        in DistributedDataParallel."""
         params = [p for p in module.parameters() if p.requires_grad]
         units, buckets = _units(module, policy), _ddp_buckets(params, bucket_cap_mb)
         rows = (int(p.shape[0]) if p.dim() else 1 for p in params)
@@ -82,7 +85,7 @@ class Model(NamedTuple):
 
 
 def _units(module: nn.Module, policy: Policy) -> dict[int, int]:
-    """Parameter -> its unit, as parallelize makes them."""
+    """Returns id of a parameter -> its FSDP2 unit, with units as parallelize creates them."""
     *inner, root = fsdp_units.units_of(module, policy.bucket_size)
     found: dict[int, int] = {}
     for number, unit in [*enumerate(inner, 1), (0, root)]:
@@ -93,7 +96,8 @@ def _units(module: nn.Module, policy: Policy) -> dict[int, int]:
 
 
 def _ddp_buckets(params: Sequence[torch.Tensor], cap_mb: float | None) -> list[int]:
-    """Of each parameter, after DistributedDataParallel's first backward, whose gradients come in reverse order."""
+    """Returns the bucket of each parameter. They are those that DistributedDataParallel rebuilds after its first
+    backward, if gradients are ready in reverse order."""
     limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 << 20] if cap_mb is None else [int(cap_mb * 1024 * 1024)]
     order = list(reversed(range(len(params))))
     tensors = [params[i] for i in order]
@@ -107,6 +111,8 @@ def _ddp_buckets(params: Sequence[torch.Tensor], cap_mb: float | None) -> list[i
 
 
 class Case(NamedTuple):
+    """One question to the simulator."""
+
     cluster: Cluster
     model: Model
     strategy: str
@@ -115,14 +121,14 @@ class Case(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Of a step; bytes and messages are those that rank 0 sends."""
+    """The cost of a step. Bytes and messages are those that rank 0 sends."""
 
     seconds: float
     compute_seconds: float
     gradient_bytes: int
     weight_bytes: int
     report_bytes: int
-    node_bytes: int  # that its node sends to others
+    node_bytes: int  # bytes that rank 0's node sends to other nodes
     messages: int
     buckets: int
     largest_message: int  # bytes of one rank's part of the largest bucket
@@ -135,7 +141,7 @@ class Cost(NamedTuple):
 
 
 def predict(cases: Sequence[Case]) -> list[Cost]:
-    """RuntimeError where the program is not built, or refuses a case."""
+    """Simulates the cases. Raises RuntimeError if the program is not built or rejects a case."""
     text = "".join(map(_lines, cases))
     run = subprocess.run([program()], input=text, capture_output=True, text=True)
     if run.returncode:
@@ -144,7 +150,7 @@ def predict(cases: Sequence[Case]) -> list[Cost]:
 
 
 def program() -> Path:
-    """Where Bazel put it: beside this file's checkout, or among what a test was given."""
+    """Returns the path of the simulator: among the files of a Bazel test, or in bazel-bin of this checkout."""
     places = [_ROOT / _PROGRAM, _ROOT / "bazel-bin" / _PROGRAM]
     found = next((place for place in places if place.exists()), None)
     if found is None:
@@ -153,11 +159,12 @@ def program() -> Path:
 
 
 def _lines(case: Case) -> str:
+    """Returns a case as the simulator's input."""
     cluster, model = case.cluster, case.model
     policy = model.policy
     main = policy.main_grads_dtype or policy.param_dtype
     if case.strategy in ("optim_grads_params", "DDP hook"):
-        main = policy.param_dtype  # torch hands gradients over as backward made them
+        main = policy.param_dtype  # here gradients have the dtype in which backward computed them
     wire = policy.grad_comm_dtype or main
     gather = policy.grad_gather_dtype
     codes = [*map(dtypes.code_of, (policy.param_dtype, main, wire)), 0 if gather is None else dtypes.code_of(gather)]

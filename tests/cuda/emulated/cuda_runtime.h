@@ -1,9 +1,9 @@
-// CUDA on the host, as far as cuda/ uses it: the very same .cu files, compiled as C++ with this header in the place of
-// the toolkit's, run on an ordinary processor. Every thread of a block is a fiber, so that shuffles, votes, barriers
-// and atomics do what they do on a device; blocks run one after the other. Slow, exact, and under AddressSanitizer it
-// sees every byte that a kernel touches outside its tensors.
+// The part of CUDA that cuda/ uses, emulated on the host: the same .cu files are compiled as C++ with this header in
+// place of the toolkit's, and run on the CPU. Every thread of a block is a fiber, so shuffles, votes, barriers and
+// atomics behave as on a device; blocks run one after the other. This is slow but exact, and under AddressSanitizer it
+// finds every access of a kernel outside its tensors.
 //
-// A shuffle or barrier that not all threads of the warp (or block) reach ends the program with a message.
+// A shuffle or barrier that is not reached by all threads of the warp (or block) ends the program with a message.
 #ifndef TX_EMULATED_CUDA_RUNTIME_H
 #define TX_EMULATED_CUDA_RUNTIME_H
 
@@ -37,7 +37,7 @@ struct alignas(16) uint4 {
 
 extern thread_local dim3 threadIdx, blockIdx, blockDim, gridDim;
 
-// -- the world that a test arranges ------------------------------------------------------------------------------
+// -- the state that tests set up and inspect --------------------------------------------------------------------------
 
 typedef int cudaError_t;
 enum {
@@ -64,7 +64,7 @@ typedef struct CUstream_st *cudaStream_t;
 typedef struct CUevent_st *cudaEvent_t;
 
 namespace emulated {
-// Memory that a warp asked for ahead of reading it.
+// Memory that a warp has prefetched.
 struct Ask {
   const char *from;
   int64_t bytes;
@@ -72,56 +72,56 @@ struct Ask {
 };
 struct World {
   int devices = 1;
-  int current = 0;  // of the thread that made the world; others have none, which reads as 0, until they choose
+  int current = 0;  // of the thread that made the world; other threads have device 0 until they choose one
   std::thread::id maker = std::this_thread::get_id();
-  uint64_t contexts = 0;       // bit d: device d has a primary context, which costs memory and start-up
-  bool driver_answers = true;  // when it is asked for contexts
+  uint64_t contexts = 0;       // bit d: device d has a primary context, which costs memory and start-up time
+  bool driver_answers = true;  // to questions about contexts
   int driver = 13000;
   int runtime = 13000;
   int major = 9, minor = 0;
-  int processors = 3;  // odd, so that tiles do not fall evenly
+  int processors = 3;  // odd, so that tiles cannot be divided evenly
   int blocks_per_processor = 2;
-  cudaError_t sticky = cudaSuccess;    // left behind by somebody else's work
-  cudaError_t left = cudaSuccess;      // the last error, until it is asked for
-  cudaError_t no_image = cudaSuccess;  // what looking up a kernel says
-  bool capturing = false;              // some stream is, in the mode "global"
+  cudaError_t sticky = cudaSuccess;    // an error left behind by another caller's work
+  cudaError_t left = cudaSuccess;      // the last error, until it is read
+  cudaError_t no_image = cudaSuccess;  // the error of looking up a kernel
+  bool capturing = false;              // whether any stream is being captured, in mode "global"
   std::set<const void *> loaded;       // kernels
-  bool late = false;                   // copies are made when somebody waits for an event after them
-  int events = 0;                      // that are there
-  int spinning_events = 0;             // made so that whoever waits for one spins
+  bool late = false;                   // copies are only made when somebody waits for a later event
+  int events = 0;                      // events that exist
+  int spinning_events = 0;             // events for which a waiting thread spins
   int launches = 0;
   int synchronisations = 0;
   int occupancy_queries = 0;
-  uint32_t blocks = 0;             // of the last launch
-  int64_t largest_parameters = 0;  // bytes of a launch
-  std::vector<Ask> asks;           // of all launches
+  uint32_t blocks = 0;             // blocks of the last launch
+  int64_t largest_parameters = 0;  // largest size of a launch's parameters, in bytes
+  std::vector<Ask> asks;           // prefetches of all launches
 };
 extern World world;
-// Choosing a device makes its context, since CUDA 12, and so does whatever else is done there; asking for it does not.
+// Since CUDA 12, choosing a device creates its context, and so does any other work on it; this query does not.
 bool HasContext(int device);
-// The calling thread's.
+// The calling thread's capture mode.
 int CaptureMode();
-// A kernel is loaded when it is first asked for, which only a relaxed thread may do while somebody captures.
+// A kernel is loaded at its first use. During a capture only a thread in relaxed mode may load one.
 cudaError_t Load(const void *kernel);
-// A device of so many processors becomes the current one. What is known of a device does not change, so each kind of
-// them has an ordinal of its own, from 16 on.
+// Makes a device with so many processors current. The library caches properties of a device, so each pair of arguments
+// has its own ordinal, from 16 on.
 void Use(int processors, int blocks_per_processor);
-// The calling thread does something on its device.
+// The calling thread uses its device.
 void Context();
-// Runs body once for each thread of each block.
+// Runs `body` once for each thread of each block.
 void Run(dim3 grid, dim3 block, const std::function<void()> &body);
 }  // namespace emulated
 
-// -- inside kernels ----------------------------------------------------------------------------------------------
+// -- used by kernels --------------------------------------------------------------------------------------------------
 
 namespace emulated {
-// The 64-bit values that the lanes of the calling thread's warp bring; returns lane `from`'s, or the caller's own where
-// there is no such lane. Waits for all lanes that have not returned.
+// Every lane of the calling thread's warp contributes a 64-bit value. Returns the value of lane `from`, or the caller's
+// own if there is no such lane. Waits for all lanes that have not returned.
 uint64_t Exchange(uint64_t value, unsigned from);
 uint32_t Vote(bool value);
 void SyncThreads();
 void SyncWarp();
-// Memory is to come nearer: [from, from + bytes), aligned to 16 bytes, of which every byte must be there.
+// A prefetch of [from, from + bytes), which must be aligned to 16 bytes and be allocated.
 void AskFor(const void *from, int64_t bytes);
 unsigned Lane();
 
@@ -203,7 +203,7 @@ inline int __ffs(int x) {
   return __builtin_ffs(x);
 }
 
-// -- the runtime -------------------------------------------------------------------------------------------------
+// -- the runtime ------------------------------------------------------------------------------------------------------
 
 #define CUDART_VERSION 13000
 enum cudaDeviceAttr {

@@ -1,3 +1,4 @@
+// The emulated CUDA (cuda_runtime.h): fibers, the threads and barriers of a block, devices, streams and events.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -42,7 +43,7 @@ namespace {
 constexpr unsigned kWarp = 32;
 constexpr size_t kStack = 256 * 1024;
 
-// Where a fiber stopped.
+// The saved state of a fiber that is not running.
 struct Context {
 #if defined(__x86_64__)
   void *stack_pointer = nullptr;
@@ -52,7 +53,7 @@ struct Context {
 };
 
 #if defined(__x86_64__)
-// The registers that a call keeps, and the stack. (Kernels do not change the floating-point mode.)
+// Switches the stack and the registers that a callee has to preserve. (Kernels do not change the floating-point mode.)
 __asm__(
     ".text\n.p2align 4\n.type tx_emulated_switch,@function\ntx_emulated_switch:\n"
     "pushq %rbp\npushq %rbx\npushq %r12\npushq %r13\npushq %r14\npushq %r15\n"
@@ -66,7 +67,7 @@ void tx_emulated_switch(Context *from, const Context *to) {
 }
 #endif
 
-// A meeting point of all threads of a warp, or of a block, that have not returned.
+// A barrier for all threads of a warp, or of a block, that have not returned.
 struct Barrier {
   unsigned arrived = 0;
   unsigned live = 0;
@@ -83,7 +84,7 @@ struct Barrier {
 
 struct Warp {
   Barrier barrier;
-  uint64_t values[2][kWarp] = {};  // of two successive exchanges: a lane is never more than one ahead
+  uint64_t values[2][kWarp] = {};  // of two consecutive exchanges: a lane is never more than one exchange ahead
 };
 
 struct Fiber {
@@ -99,7 +100,7 @@ struct Fiber {
 #endif
 };
 
-// The block that is running.
+// The block that is being run.
 struct Block {
   std::vector<std::unique_ptr<Fiber>> fibers;
   std::vector<Warp> warps;
@@ -166,10 +167,11 @@ void Prepare(Fiber *fiber) {
   fiber->done = false;
   fiber->exchanges = 0;
 #if defined(__SANITIZE_ADDRESS__)
-  __asan_unpoison_memory_region(fiber->stack.get(), kStack);  // the last block's frames
+  __asan_unpoison_memory_region(fiber->stack.get(), kStack);  // frames of the previous block
 #endif
 #if defined(__x86_64__)
-  // As if tx_emulated_switch had been called from the entry: six registers, the return address, an aligned stack.
+  // As if tx_emulated_switch had been called from the entry function: six registers, the return address, an aligned
+  // stack.
   auto top = reinterpret_cast<uintptr_t>(fiber->stack.get() + kStack) & ~uintptr_t{15};
   auto *stack = reinterpret_cast<void **>(top);
   *--stack = nullptr;
@@ -281,7 +283,7 @@ void SyncWarp() {
 void AskFor(const void *from, int64_t bytes) {
   const char *const begin = static_cast<const char *>(from);
   if (reinterpret_cast<uintptr_t>(from) % 16 != 0 || bytes <= 0 || bytes % 16 != 0) Fail("asked for odd bytes");
-  volatile char sink = 0;  // whoever asks beyond a tensor's end is caught by AddressSanitizer
+  volatile char sink = 0;  // AddressSanitizer reports a prefetch beyond the end of a tensor
   for (int64_t i = 0; i < bytes; i += 16)
     sink = begin[i];
   sink = begin[bytes - 1];
@@ -295,7 +297,7 @@ void SyncThreads() {
 
 }  // namespace emulated
 
-// -- the runtime -------------------------------------------------------------------------------------------------
+// -- the runtime ------------------------------------------------------------------------------------------------------
 
 using emulated::world;
 
@@ -326,7 +328,7 @@ int *Current() {
   return std::this_thread::get_id() == world.maker ? &world.current : &chosen;
 }
 
-// cuDevicePrimaryCtxGetState
+// Stands in for cuDevicePrimaryCtxGetState.
 int ContextState(int device, unsigned *flags, int *active) {
   *flags = 0;
   *active = emulated::HasContext(device);
@@ -400,15 +402,15 @@ cudaError_t cudaStreamSynchronize(cudaStream_t) {
   return world.sticky;
 }
 
-// What streams have been told to do while the world is late.
+// The work queued on streams while the world is late.
 struct CUevent_st {
   cudaStream_t stream = nullptr;
-  size_t upto = 0;  // tasks of the stream
+  size_t upto = 0;  // number of the stream's tasks before the event
 };
 namespace {
 struct Queue {
   std::deque<std::function<void()>> tasks;
-  size_t done = 0;  // of all that were ever queued, as `upto`
+  size_t done = 0;  // of all tasks ever queued, counted as in `upto`
 };
 std::recursive_mutex queues_mutex;
 std::map<cudaStream_t, Queue> queues;
@@ -417,7 +419,7 @@ void Queued(cudaStream_t stream, std::function<void()> task) {
   const std::lock_guard<std::recursive_mutex> lock(queues_mutex);
   queues[stream].tasks.push_back(std::move(task));
 }
-void WorkOff(CUevent_st event) {
+void RunTasksUpTo(CUevent_st event) {
   const std::lock_guard<std::recursive_mutex> lock(queues_mutex);
   Queue &queue = queues[event.stream];
   while (queue.done < event.upto) {
@@ -462,12 +464,12 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   emulated::Context();
-  WorkOff(*event);
+  RunTasksUpTo(*event);
   return world.sticky;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   emulated::Context();
-  Queued(stream, [as_recorded = *event] { WorkOff(as_recorded); });
+  Queued(stream, [as_recorded = *event] { RunTasksUpTo(as_recorded); });
   return world.sticky;
 }
 cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t) {

@@ -57,7 +57,7 @@ class CutRun:
 
     def run(self) -> None:
         """Runs the step. If an owner's products were not finite, or could not be computed, raises RuntimeError on every
-        rank, naming the first such parameter; all other parameters are updated."""
+        rank: this rank's own error, or one that names the first such parameter. All other parameters are updated."""
         for action in self._exchange.actions():
             _DO[action.kind](self, action)
         failed = self._exchange.failed()
@@ -65,7 +65,8 @@ class CutRun:
             member, error = self._error
             raise failure_of(member, error) from error
         if failed is not None:
-            raise failure_of(failed.member, RuntimeError(self._failure_reason))
+            matrix, reason = failed
+            raise failure_of(matrix.member, RuntimeError(reason))
 
     def _compute_momentum(self, action: Action) -> None:
         member = self._exchange.members[action.param]
@@ -109,10 +110,9 @@ class CutRun:
         update = updates.wait()
         for rank, outcome in enumerate(outcomes.wait().tolist()):
             if outcome != _OK:
-                self._exchange.fail(action.round, rank)
-                self._failure_reason = (
-                    NON_FINITE if outcome == _NON_FINITE else _failure_text(self._exchange.owners.group, rank)
-                )
+                group = self._exchange.owners.group
+                reason = NON_FINITE if outcome == _NON_FINITE else _failure_text(group, rank)
+                self._exchange.fail(action.round, rank, reason)
         _, go = self._exchange.sizes(action.round)
         for one, (begin, end) in zip(
             self._exchange.matrices_of_round(action.round), pairwise([0, *accumulate(go)]), strict=True
