@@ -193,7 +193,7 @@ def _two_reasons(rank: int, strategy: str) -> dict[str, str]:
                 raise RuntimeError("no memory is left")
 
         with before_products(breaks):
-            return _refused(*_made(strategy), _ones(), keeps=f"p{first}")
+            return _refused(*_build(strategy), _ones(), keeps=f"p{first}")
 
     return {f"p{first} p{second}": broken(first, second) for first, second in combinations(range(3), 2)}
 
