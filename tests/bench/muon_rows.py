@@ -48,7 +48,7 @@ class Passes:
         ops.call_unversioned(
             "muon_momentum_",
             *([grad], [self.momentum], [], [self.work], [self.step], none),
-            *(dense.NONE, dense.NONE, 0.95, True, 0, 1),
+            *(dense.EMPTY, dense.EMPTY, 0.95, True, 0, 1),
         )
 
     def update_pass(self) -> None:

@@ -123,7 +123,7 @@ def test_unused_parameters_count_as_zero(who: tuple[int, ...]) -> None:
 def _unused_between(rank: int, world: int, bucket_size: int | None, main: torch.dtype, early: bool) -> None:
     """A parameter that no rank used must keep the gradient that it had, or have none, whatever its unit sends."""
     if early:
-        unit_exchange.UNDER_WAY = 1  # sums arrive before the ranks know which parameters were unused
+        unit_exchange.UNITS_IN_FLIGHT = 1  # sums arrive before the ranks know which parameters were unused
     checked = policy(FP32, main, bucket_size=bucket_size)
     model = torch_ext.parallelize(Blocks(), checked, strategy=FULLY, find_unused_parameters=True)
     optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)
@@ -425,7 +425,7 @@ def test_parallelize_after_a_forward(before: str) -> None:
 
 def _some_were_added(rank: int, world: int) -> None:
     """With as many units in flight as are allowed, sums are added before backward ends: step() must then raise."""
-    unit_exchange.UNDER_WAY = 1
+    unit_exchange.UNITS_IN_FLIGHT = 1
     model = _parallel()
     optimizer = torch_ext.AdamW(model.parameters(), lr=0.0)
     model(_grads(rank, 1)).backward()

@@ -299,7 +299,9 @@ group = type("Group", (), {})()
 """
 
 
-@pytest.mark.parametrize("call", ["failed(group, 'a call', RuntimeError())", "announce_error(group, 'a call')"])
+@pytest.mark.parametrize(
+    "call", ["translated_error(group, 'a call', RuntimeError())", "announce_error(group, 'a call')"]
+)
 def test_no_thread_asks_a_store_when_the_interpreter_is_torn_down(call: str) -> None:
     program = INQUIRIES + f"lost_ranks.{call}; lost_ranks.withdraw_error(group)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -109,7 +109,7 @@ def _extras_allocated(rank: int, world: int, strategy: str) -> list[list[int]]:
             optimizer.step()
             publisher.publish()
             kept = [t for of_param in publisher._kept._changes._of.values() for t in of_param.values()]
-            kept += [run.checksums for run in publisher._kept._runs.now()]
+            kept += [run.checksums for run in publisher._kept._runs.current_runs()]
         else:
             optimizer.state_dict()
         states = [t for state in optimizer.state.values() for key, t in state.items() if key.startswith("ema_")]

@@ -86,7 +86,7 @@ def _whole(model: torch.nn.Module) -> list[torch.Tensor]:
 
 def _on_host(optimizer: Any) -> list[int]:
     """Returns the positions of the parameters whose state is on the host."""
-    return [i for i, p in enumerate(optimizer._states.everyone()) if p in optimizer._states.host._states]
+    return [i for i, p in enumerate(optimizer._states.all_params()) if p in optimizer._states.host._states]
 
 
 def _loaded(rank: int, world: int, strategy: str) -> None:

@@ -69,7 +69,7 @@ def _life_of_optim_grads(rank: int, world: int, wire: Any) -> None:
                 model(grads).backward()
             assert world == 1 or engine.wire_bytes > 0, "E8: gradients are reduced in every backward, no_sync or not"
             assert all(p.grad is None for p in model.parameters()), "E3: the shard has it"
-            assert len(engine.strategy.temporary) == 0 and not engine.strategy._held
+            assert len(engine.strategy.temporary) == 0 and not engine.strategy._unsent_grads
             for i, p in enumerate(model.parameters()):
                 own, local = engine.grad(p), engine.local(p)
                 if i == 2:

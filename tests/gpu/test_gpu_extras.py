@@ -35,7 +35,7 @@ def engine_of(model: Weights) -> tuple[dict[str, torch.Tensor], torch_ext.Weight
 
 def kept(opt: torch_ext.AdamW) -> list[torch.Tensor]:
     """Returns what steps have recorded of the changes of all parameters."""
-    changes = [opt._states.changes.beside(p, p.numel(), p.device) for p in opt.param_groups[0]["params"]]
+    changes = [opt._states.changes.record_of(p, p.numel(), p.device) for p in opt.param_groups[0]["params"]]
     return [each[key].cpu() for each in changes for key in KEPT if key in each]
 
 

@@ -172,7 +172,7 @@ def test_buckets_of_other_dtypes_do_not_lie_where_weights_are_leaving_from(first
     plan = HostPlan(members, buckets, optimizer._states.host._buffers, optimizer.averaging)
     for one in (params, expected):
         set_grads(one, 2)
-    none = dense.NONE
+    none = dense.EMPTY
     with torch.no_grad():
         plan.begin(
             [p.grad for p in params], optimizer._stepper.current_hyper(), (none, none, none), sample=False, external=0

@@ -151,7 +151,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _found_inf(self, grads: list[Tensor]) -> Tensor:
         """Returns whether a gradient on any rank is not finite, as one fp32 element. Collective."""
-        found_inf = measure(grads, float("inf"), dense.NONE).found_inf
+        found_inf = measure(grads, float("inf"), dense.EMPTY).found_inf
         distributed, group = torch.distributed, self._process_group
         if group is not None or (distributed.is_available() and distributed.is_initialized()):
             what = "the loss scale: whether a gradient on any rank is not finite"

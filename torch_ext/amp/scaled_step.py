@@ -69,12 +69,12 @@ class Visit:
 
 def grads_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Returns the gradients that this rank's step reads."""
-    everyone = param_groups.everyone(optimizer.param_groups)
-    for owner in reducer_registry.owners_of(everyone):
+    all_params = param_groups.all_params(optimizer.param_groups)
+    for owner in reducer_registry.owners_of(all_params):
         owner.before_step()
     if isinstance(optimizer, Adam):
         return optimizer._present_grads()
-    return [local_shard.tensor_of(p.grad) for p in everyone if p.grad is not None]
+    return [local_shard.tensor_of(p.grad) for p in all_params if p.grad is not None]
 
 
 def unscales_in_step(optimizer: torch.optim.Optimizer) -> bool:

@@ -157,7 +157,7 @@ class CheckpointReader(FileSystemReader):
             planner.load_bytes(item, io.BytesIO(found))
             return
         target = planner.resolve_tensor(item).detach()
-        if self._tensors.assigned(index, target):
+        if self._tensors.assign_blocks(index, target):
             planner.commit_tensor(item, target)
             return
         tensor = narrow_tensor_by_index(self._tensors.read(index), item.storage_offsets, item.lengths)

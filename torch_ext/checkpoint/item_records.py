@@ -19,7 +19,8 @@ class ItemRecords:
     def __init__(self, planner: Any, compress: bool) -> None:
         self._planner, self._compress = planner, compress
         self._state_dict: Mapping[str, Any] = getattr(planner, "state_dict", None) or {}
-        self._beside = missing_keys.weights_beside(self._state_dict)  # key of a master -> key of its weight
+        # key of a master -> key of its weight
+        self._weight_keys = missing_keys.weight_keys_of_masters(self._state_dict)
 
     def of(self, items: Iterable[Any]) -> Iterator[list[Any]]:
         """Yields each item's pieces: buffers to be written one after another."""
@@ -54,7 +55,7 @@ class ItemRecords:
 
     def _place(self, item: Any) -> record_header.Place | None:
         """Returns the place of the weight that belongs to a master; None if the item is no master."""
-        key, chunk = self._beside.get(item.index.fqn), item.tensor_data.chunk
+        key, chunk = self._weight_keys.get(item.index.fqn), item.tensor_data.chunk
         return None if key is None else record_header.Place(key, tuple(chunk.offsets), tuple(chunk.sizes))
 
     def _weight_at(self, place: record_header.Place) -> Tensor | None:

@@ -48,7 +48,7 @@ class ItemTensors:
         """Returns the item's tensor, on the host. Raises ValueError, with file and key, if it cannot be read."""
         return self._read(index, self._weight_at)
 
-    def assigned(self, index: Any, target: Tensor) -> bool:
+    def assign_blocks(self, index: Any, target: Tensor) -> bool:
         """Copies the item's codes and scales directly into `target` if they are stored in the same way. Returns whether
         it did; if not, use `read`."""
         file, stream = self._stream_of(index)
@@ -58,7 +58,7 @@ class ItemTensors:
                 return False
             if not hasattr(target, "handle") or found.strides != target.handle.run.strides():
                 return False
-            return at_rest.assigned(target, record.scaled(found, _all_of(stream)))
+            return at_rest.assign_blocks(target, record.scaled(found, _all_of(stream)))
         except ValueError as error:
             raise ValueError(f"{file}: {index.fqn!r} cannot be read ({error})") from error
 

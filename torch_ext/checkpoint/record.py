@@ -39,9 +39,9 @@ def pack(t: Tensor, compress: bool, weight: Tensor | None = None, place: Place |
         values = values.contiguous()
     flat = _flat_memory(values)
     shape, strides = tuple(values.shape), values.stride()
-    if weight is not None and place is not None and _may_be_beside(values, weight):
+    if weight is not None and place is not None and _may_have_remainder(values, weight):
         of = _flat_memory(dense.in_order_of(values, weight))
-        if (found := at_rest.beside(flat, of)) is not None:
+        if (found := at_rest.encode_remainder(flat, of)) is not None:
             header_fields = {"form": "beside", "key": place.key, "offsets": place.offsets, "crc": _crc(of)}
             return _pieces(header_fields, torch.float32, shape, strides, found, compress)
     return _pieces({"form": "plain"}, values.dtype, shape, strides, [flat], compress)
@@ -54,7 +54,7 @@ def _plain(t: Tensor) -> Tensor:
     return t.detach().as_subclass(Tensor).cpu().resolve_conj().resolve_neg()
 
 
-def _may_be_beside(values: Tensor, weight: Tensor) -> bool:
+def _may_have_remainder(values: Tensor, weight: Tensor) -> bool:
     return values.dtype == torch.float32 and weight.dtype == torch.bfloat16 and values.shape == weight.shape
 
 
@@ -105,7 +105,7 @@ def unpack(found: Record, raw: Tensor, weight_at: WeightAt) -> Tensor:
     elif found.form == "scaled":
         flat = _decoded_scaled(found, parts)
     else:
-        flat = _beside(found, parts, weight_at)
+        flat = _decode_remainder(found, parts, weight_at)
     if flat.dtype != found.dtype:
         raise ValueError(f"it is {flat.dtype}, and its header says {found.dtype}")
     return flat.as_strided(found.shape, found.strides, flat.storage_offset())
@@ -143,12 +143,12 @@ def _values(part: Part, raw: Tensor) -> Tensor:
 def _decoded_scaled(found: Record, parts: Sequence[Tensor]) -> Tensor:
     try:
         scaled = at_rest.Scaled(parts[0], parts[1], found.format, found.skip)
-        return _flat_memory(at_rest.decoded(scaled, prod(found.shape)))
+        return _flat_memory(at_rest.decode_blocks(scaled, prod(found.shape)))
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"its codes and scales are not of each other ({error})") from error
 
 
-def _beside(found: Record, parts: Sequence[Tensor], weight_at: WeightAt) -> Tensor:
+def _decode_remainder(found: Record, parts: Sequence[Tensor], weight_at: WeightAt) -> Tensor:
     """Returns the fp32 master of a record of form "beside", in memory order."""
     assert found.place is not None
     weight = weight_at(found.place)

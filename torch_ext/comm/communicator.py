@@ -111,7 +111,7 @@ class Communicator(abc.ABC):
         self.bytes_sent = 0
         """Bytes of all messages that were posted so far."""
 
-    def refuse_gone(self, label: str) -> None:
+    def check_process_group(self, label: str) -> None:
         """Raises RuntimeError if the group is known to have failed or to be destroyed."""
         refuse(self.group, label)
 

@@ -22,7 +22,7 @@ _LEAST = 4096  # elements; a shorter message takes as long as an empty one, so c
 
 @functools.cache
 def _bytes() -> Callable[[int], int]:
-    return library.function("tx_compressed_bytes", ctypes.c_int64, restype=ctypes.c_int64, brief=True)
+    return library.function("tx_compressed_bytes", ctypes.c_int64, restype=ctypes.c_int64, keep_gil=True)
 
 
 @functools.cache
@@ -57,10 +57,12 @@ def end_of(values: Tensor, rest: int) -> Tensor:
     return whole[whole.numel() - rest :]
 
 
-def decided(policy: Policy, link_gbps: float | None) -> bool:
+def is_on(policy: Policy, link_gbps: float | None) -> bool:
     """Whether messages are compressed over links of so many Gbit/s; None: the bandwidth is unknown."""
     choices = next(row.choices for row in policy_struct.rows() if row.name == "grad_comm_compression")
-    compresses = library.function("tx_compresses", ctypes.c_int32, ctypes.c_double, restype=ctypes.c_int32, brief=True)
+    compresses = library.function(
+        "tx_compresses", ctypes.c_int32, ctypes.c_double, restype=ctypes.c_int32, keep_gil=True
+    )
     return bool(compresses(choices.index(policy.grad_comm_compression), link_gbps or 0.0))
 
 

@@ -46,7 +46,7 @@ from torch_ext.native import library
 
 @functools.cache
 def _trades() -> Callable[[int, int, int], int]:
-    return library.function("tx_trades", *[ctypes.c_int64] * 3, restype=ctypes.c_int32, brief=True)
+    return library.function("tx_trades", *[ctypes.c_int64] * 3, restype=ctypes.c_int32, keep_gil=True)
 
 
 class _AllGather(PendingTransfer):
@@ -165,7 +165,7 @@ class GlooCommunicator(PeerMessages):
         self._queue: deque[_Reduction] = deque()
         self._compressed_gathers: deque[_AllGather] = deque()
 
-    def refuse_gone(self, label: str) -> None:
+    def check_process_group(self, label: str) -> None:
         refuse_failed(self.group, label)
 
     def borrow(self, numel: int, dtype: torch.dtype, role: str) -> WireBuffer:

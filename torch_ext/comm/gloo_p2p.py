@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from torch_ext.comm import compression, group_calls
 from torch_ext.comm.communicator import Communicator
-from torch_ext.comm.lost_ranks import ABANDONED, failed, refuse_failed
+from torch_ext.comm.lost_ranks import ABANDONED, refuse_failed, translated_error
 from torch_ext.comm.wire import WireBuffer
 
 
@@ -48,7 +48,7 @@ def wait_all(works: Works, group: dist.ProcessGroup, label: str) -> None:
             if "imed out" not in str(first):
                 break
     if first is not None:
-        raise failed(group, label, first, missing) from first
+        raise translated_error(group, label, first, missing) from first
 
 
 class MemoryPool:
@@ -206,7 +206,7 @@ class PeerMessages(Communicator):
                 works.extend((peer, work) for work in post(peer))
             except RuntimeError as error:
                 ABANDONED.append(works)
-                raise failed(self.group, label, error, [peer]) from error
+                raise translated_error(self.group, label, error, [peer]) from error
         return works
 
 

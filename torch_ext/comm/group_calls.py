@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_ext.comm.lost_ranks import failed, has_broken, is_failure, refuse
+from torch_ext.comm.lost_ranks import has_broken, is_failure, refuse, translated_error
 
 
 class Call:
@@ -35,7 +35,7 @@ def translated(group: Any, label: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         if is_failure(error):
-            raise failed(group, label, error) from error
+            raise translated_error(group, label, error) from error
         raise
 
 
@@ -51,7 +51,7 @@ def translated_over(mesh: Any, label: str) -> Iterator[None]:
         if not is_failure(error):
             raise
         # The error does not say which group failed. The other groups are unharmed, except for broken connections.
-        raise failed(_failing(groups), label, error) from error
+        raise translated_error(_failing(groups), label, error) from error
 
 
 def _failing(groups: Sequence[Any]) -> Any:
@@ -98,14 +98,14 @@ def all_to_all_single(
 def new_group(
     ranks: Iterable[int],
     timeout: datetime.timedelta,
-    beside: Any,
+    parent_group: Any,
     label: str,
     backend: str = "gloo",
     pg_options: Any = None,
 ) -> Any:
-    """Returns a new group of these global ranks, which are the ranks of the group `beside`. Only these ranks call it.
+    """Returns a new group of these global ranks, which are the ranks of `parent_group`. Only these ranks call it.
     backend, pg_options: as torch's."""
-    with translated(beside, label):
+    with translated(parent_group, label):
         return dist.new_group(
             list(ranks), timeout, backend=backend, pg_options=pg_options, use_local_synchronization=True
         )

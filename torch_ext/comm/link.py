@@ -22,7 +22,7 @@ def measure(communicator: Communicator, number: int, caller: str) -> float | Non
     or 8 MiB if that is more. Raises RuntimeError that names lost ranks.
     """
     world_size = communicator.world_size
-    part = library.function("tx_link_part_bytes", ctypes.c_int64, restype=ctypes.c_int64, brief=True)(world_size)
+    part = library.function("tx_link_part_bytes", ctypes.c_int64, restype=ctypes.c_int64, keep_gil=True)(world_size)
     buffer = WireBuffer.of(torch.zeros(part * world_size, dtype=torch.uint8, device=communicator.device))
     label, took, waited = f"{caller}: measuring the link", [], []
     for i in range(constants.LINK_ROUNDS):
@@ -34,7 +34,7 @@ def measure(communicator: Communicator, number: int, caller: str) -> float | Non
     rows = communicator.all_gather_bytes(told, tag=tag(number, _CYCLE, MAX_BUCKETS), label=label)()
     all_took, all_waited = torch.cat(rows).view(torch.int64).view(world_size, 2, -1).transpose(0, 1).contiguous()
     arguments = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
-    gbps = library.function("tx_link_gbps", *arguments, restype=ctypes.c_double, brief=True)
+    gbps = library.function("tx_link_gbps", *arguments, restype=ctypes.c_double, keep_gil=True)
     return gbps(all_took.data_ptr(), all_waited.data_ptr(), world_size) or None
 
 

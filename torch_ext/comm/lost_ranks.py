@@ -123,7 +123,7 @@ def _exists(group: Any) -> bool:
     return True
 
 
-def failed(group: Any, label: str, error: BaseException, missing: Iterable[int] = ()) -> RuntimeError:
+def translated_error(group: Any, label: str, error: BaseException, missing: Iterable[int] = ()) -> RuntimeError:
     """Returns the error to raise instead of a back end's error. The first call for a group makes the inquiry, which
     takes some seconds.
 

@@ -78,9 +78,9 @@ def _of_layer(holder: Any, layer: Any) -> Iterator[Copy]:
             yield Copy(weight, copy, name, layer)
     groups = attribute_of(holder, _GROUPS)
     if isinstance(groups, list | tuple):
-        everyone = [list(group["params"]) for group in optimizer_layers.groups_of(layer)]
+        params = [list(group["params"]) for group in optimizer_layers.groups_of(layer)]
         beside = [group.get("params") for group in groups if isinstance(group, Mapping)]
-        yield from _paired(_flat(everyone), beside, _GROUPS, layer)
+        yield from _paired(_flat(params), beside, _GROUPS, layer)
     yield from _paired([p for _, p in optimizer_layers.params_of(layer)], attribute_of(holder, _LIST), _LIST, layer)
 
 

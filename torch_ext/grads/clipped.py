@@ -21,12 +21,12 @@ class Clipper(Protocol):
 _clippers: "weakref.WeakSet[Clipper]" = weakref.WeakSet()
 
 
-def watch(clipper: Clipper) -> None:
-    """Registers the optimizer for `tell`."""
+def register(clipper: Clipper) -> None:
+    """Registers the optimizer for `notify_clipped`."""
     _clippers.add(clipper)
 
 
-def tell(params: Sequence[Tensor], limit: Any = None) -> None:
+def notify_clipped(params: Sequence[Tensor], limit: Any = None) -> None:
     """Notifies the optimizers of these parameters that the gradients were clipped in place. limit: the norm that they
     were clipped to; infinity means that the norm was only measured, which is not reported."""
     if not _clippers or (isinstance(limit, float) and limit == math.inf):

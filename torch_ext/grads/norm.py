@@ -138,13 +138,13 @@ def _decided(stats: Tensor, first_bad: Tensor, max_norm: float, grad_scale: Tens
 def _summed(runs: Sequence[Tensor], parts: Sequence[NormGroup], device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns the statistics over all ranks, and the position of the first bad gradient. Statistics are integers, so
     that their sum has the same bits for every split."""
-    stats, first_bad = grads_stats.zeros(device), grads_stats.nobody(device)
+    stats, first_bad = grads_stats.zeros(device), grads_stats.no_position(device)
     for part in parts:
         own = part.stats
         if own is None:
             own, first = grads_stats.of([runs[i] for i in part.positions], device)
-            positions = torch.tensor([*part.positions, grads_stats.NOBODY], device="cpu").to(device, non_blocking=True)
-            position = positions[first.clamp(max=len(part.positions))]
+            positions = torch.tensor([*part.positions, grads_stats.NO_POSITION], device="cpu")
+            position = positions.to(device, non_blocking=True)[first.clamp(max=len(part.positions))]
             first_bad = torch.minimum(first_bad, position)
         for group in part.groups:
             group_calls.all_reduce(own, group, "the norm of the gradients over all ranks")

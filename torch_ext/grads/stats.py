@@ -9,20 +9,20 @@ from torch_ext.native import constants, ops
 from torch_ext.tensors import dense
 
 NONFINITE = constants.NORM_LIMBS  # index of the word after the norm's limbs: the number of non-finite elements
-NOBODY = torch.iinfo(torch.int64).max  # first_bad if every element of every tensor is finite
+NO_POSITION = torch.iinfo(torch.int64).max  # first_bad if every element of every tensor is finite
 
 
 def zeros(device: torch.device) -> torch.Tensor:
     return torch.zeros(constants.STATS_LEN, dtype=torch.int64, device=device)
 
 
-def nobody(device: torch.device) -> torch.Tensor:
-    return torch.full((1,), NOBODY, dtype=torch.int64, device=device)
+def no_position(device: torch.device) -> torch.Tensor:
+    return torch.full((1,), NO_POSITION, dtype=torch.int64, device=device)
 
 
 def of(grads: Sequence[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the statistics, and the position of the first gradient with a non-finite element (int64 [1])."""
-    stats, first_bad = zeros(device), nobody(device)
+    stats, first_bad = zeros(device), no_position(device)
     ops.call("grad_stats_", list(grads), stats, first_bad)
     return stats, first_bad
 
@@ -45,7 +45,7 @@ class Watch:
             return
         if self._stats is None:
             self._stats = zeros(grads[0].device)
-        first = nobody(grads[0].device)
+        first = no_position(grads[0].device)
         ops.call("grad_stats_", [dense.contiguous(g.detach()) for g in grads], self._stats, first)
         self._found.append((first, numbers))
 
@@ -56,7 +56,7 @@ class Watch:
         if not found:
             return ALL_FINITE
         places = torch.cat([first for first, _ in found]).tolist()
-        hits = (numbers[p] for p, (_, numbers) in zip(places, found, strict=True) if p != NOBODY)
+        hits = (numbers[p] for p, (_, numbers) in zip(places, found, strict=True) if p != NO_POSITION)
         return next(hits, ALL_FINITE)
 
 

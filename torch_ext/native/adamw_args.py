@@ -30,7 +30,7 @@ def argument(t: Tensor | None) -> TensorArgument:
     return TensorArgument(t.data_ptr(), t.numel(), dtype)
 
 
-def elsewhere(t: Tensor) -> TensorArgument:
+def device_argument(t: Tensor) -> TensorArgument:
     """Returns the memory of a dense tensor on any device, in memory order."""
     return TensorArgument(t.data_ptr(), t.numel(), dtypes.code_of(t.dtype) or 0)
 
@@ -77,7 +77,7 @@ _STATES = (
 def adamw_check() -> Callable[[int, int], int]:
     """Returns tx_adamw_check, which takes the addresses of AdamWArguments and of a library.Error, and returns the
     status."""
-    return library.function("tx_adamw_check", *[ctypes.c_void_p] * 2, restype=ctypes.c_int32, brief=True)
+    return library.function("tx_adamw_check", *[ctypes.c_void_p] * 2, restype=ctypes.c_int32, keep_gil=True)
 
 
 @functools.cache

@@ -52,7 +52,7 @@ def caller() -> Callable[..., int] | None:
         return None
     pointer = ctypes.c_void_p
     of = (ctypes.c_int32, ctypes.py_object, pointer, ctypes.c_int64, pointer, pointer)
-    return library.function("tx_torch_call", *of, restype=ctypes.c_int32, brief=True)
+    return library.function("tx_torch_call", *of, restype=ctypes.c_int32, keep_gil=True)
 
 
 Order: TypeAlias = "ctypes.Array[ctypes.c_int32]"

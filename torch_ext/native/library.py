@@ -53,10 +53,10 @@ def check(status: int, error: Error) -> None:
 
 
 @functools.cache
-def function(name: str, *argtypes: Any, restype: Any = Status, brief: bool = False) -> Callable[..., Any]:
+def function(name: str, *argtypes: Any, restype: Any = Status, keep_gil: bool = False) -> Callable[..., Any]:
     """Returns the C function `name` as a Python callable (cached).
 
-    brief: keep the GIL during the call. For functions that take about a microsecond: a thread that released the GIL
+    keep_gil: keep the GIL during the call. For functions that take about a microsecond: a thread that released the GIL
     for so short a time may wait a hundred times as long to get it back. All other functions release the GIL.
 
     With the default restype the function's last C parameter is the tx_error: leave it out of `argtypes` and of calls; a
@@ -64,7 +64,7 @@ def function(name: str, *argtypes: Any, restype: Any = Status, brief: bool = Fal
     Raises ImportError if the library has no such function.
     """
     try:
-        symbol = (_library_with_lock() if brief else _library())[name]
+        symbol = (_library_with_lock() if keep_gil else _library())[name]
     except AttributeError:
         raise other_build(name) from None
     if restype is not Status:

@@ -48,7 +48,7 @@ _MIRRORS: dict[str, type[library.Struct]] = {}
 
 @functools.cache
 def _described() -> dict[str, _Struct]:
-    struct_at = library.function("tx_struct_at", ctypes.c_int32, restype=ctypes.POINTER(_Struct), brief=True)
+    struct_at = library.function("tx_struct_at", ctypes.c_int32, restype=ctypes.POINTER(_Struct), keep_gil=True)
     found: dict[str, _Struct] = {}
     while struct := struct_at(len(found)):
         found[struct.contents.name.decode()] = struct.contents

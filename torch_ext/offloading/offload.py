@@ -191,8 +191,8 @@ class OffloadPlan:
 
     def moves(self) -> list[Move]:
         """Returns the memory to offload. Memory of two kinds counts as the first of params, grads and states."""
-        stays = self._optimizer.stays() if isinstance(self._optimizer, Adam) else ()
-        known = set(storage.memories_of(("", t) for t in stays))
+        host_tensors = self._optimizer.host_tensors() if isinstance(self._optimizer, Adam) else ()
+        known = set(storage.memories_of(("", t) for t in host_tensors))
         moves: list[Move] = []
         for kind in ("params", "grads", "states"):
             for owner, record in self._records:
@@ -248,7 +248,7 @@ class OffloadPlan:
         if "params" in self._kinds:  # autograd then raises for graphs that saved a weight for their backward
             plain = [p for p in self._params if not local_shard.is_dtensor(p) and not p.is_inference()]
             torch.autograd.graph.increment_version(plain)
-        self._tell_weights_moved(away=True)
+        self._tell_weights_moved(offloaded=True)
 
     def finish_onload(self, transfers: Iterable[StorageTransfer]) -> None:
         """Allows the use of the memory, which has its content again. May be called again."""
@@ -260,11 +260,11 @@ class OffloadPlan:
         if "grads" in self._kinds:
             for reducer in self._reducers:
                 torch.autograd.graph.increment_version(reducer.gradient_memory())
-        self._tell_weights_moved(away=False)
+        self._tell_weights_moved(offloaded=False)
 
-    def _tell_weights_moved(self, away: bool) -> None:
+    def _tell_weights_moved(self, offloaded: bool) -> None:
         if "params" in self._kinds and isinstance(self._optimizer, Adam):
-            self._optimizer.weights_moved(self._params, away)
+            self._optimizer.weights_moved(self._params, offloaded)
 
 
 def _models_of(model: Models) -> list[nn.Module]:

@@ -59,7 +59,7 @@ class Adam(MeasuringOptimizer):
         ema_dtype: torch.dtype | str = torch.bfloat16,
         ema_every: int = 1,
     ) -> None:
-        params = param_groups.taken(params)
+        params = param_groups.as_lists(params)
         policy = policy_for(params, policy, states, min_8bit_size)
         decouples = bool(self._decoupled or decoupled_weight_decay)
         hyper_parameters.refuse_optimizer(policy, ("adam", "adamw") if decouples else ("adam",), type(self).__name__)
@@ -100,7 +100,7 @@ class Adam(MeasuringOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            for owner in reducer_registry.owners_of(self._states.everyone()):
+            for owner in reducer_registry.owners_of(self._states.all_params()):
                 owner.before_step()
         self._before_master_change("step()")
         with torch.no_grad():
@@ -152,12 +152,12 @@ class Adam(MeasuringOptimizer):
         fused = self.defaults.get("fused")
         if fused is not None:
             return bool(fused)
-        trained = [p for p in self._states.everyone() if p.requires_grad]
+        trained = [p for p in self._states.all_params() if p.requires_grad]
         return any((p if p.grad is None else p.grad).dtype == torch.float16 for p in trained)
 
     def _present_grads(self) -> list[Tensor]:
         """Returns the gradients that step() would read now."""
-        return [g for g in self.current_shards(self._states.everyone()).grads() if g is not None]
+        return [g for g in self.current_shards(self._states.all_params()).grads() if g is not None]
 
     # -- masters ------------------------------------------------------------------------------------------------------
 

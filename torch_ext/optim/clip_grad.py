@@ -59,7 +59,7 @@ def clip_grad_norm_(
         coefficient = torch.where(bad, torch.full_like(clipping.clip_coef, math.nan), clipping.clip_coef)
         with torch.no_grad():
             torch._foreach_mul_(grads, coefficient)
-    clipped.tell(params, max_norm)
+    clipped.notify_clipped(params, max_norm)
     return clipping.norm
 
 
@@ -74,7 +74,7 @@ def _measured(params: Sequence[Tensor], max_norm: float) -> tuple[Clipping, list
     grads = found.grads()
     present = [grad is not None for grad in grads]
     parts = None if found.plain else found.parts(present)
-    clipping = measure([grad for grad in grads if grad is not None], max_norm, dense.NONE, parts)
+    clipping = measure([grad for grad in grads if grad is not None], max_norm, dense.EMPTY, parts)
     owned = zip(params, found.owners, grads, strict=True)
     return clipping, [
         grad if owner is not None else local_shard.tensor_of(p.grad) for p, owner, grad in owned if grad is not None

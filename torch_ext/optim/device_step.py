@@ -67,7 +67,7 @@ class DeviceStep:
         # passed as a view or a copy, and no addresses in a batch whose bucket is all-gathered.
         own = [w is m.param and g is None for m, w, g in zip(members, self.weights, gathers, strict=True)]
         self.indirect = [m for m, is_own in zip(members, own, strict=True) if not is_own]
-        self.weight_memory = FixedMemory([m.place for m in self.indirect])
+        self.weight_memory = FixedMemory([m.memory_owner for m in self.indirect])
         plain = all(w is p and g.is_contiguous() for w, p, g in zip(self.weights, stepped, grads, strict=True))
         self._check_layouts = bool(self._copied) or not plain
 

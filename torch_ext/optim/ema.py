@@ -63,8 +63,8 @@ class AveragingOptimizer(OptimizerBase):
 @contextlib.contextmanager
 def _averages_as_params(states: OptimizerStates) -> Iterator[None]:
     """Writes averages to the weights, and the weights back at the end. Collective where parameters are cut."""
-    everyone = states.everyone()
-    members = states.members(everyone, [p.requires_grad or states.is_made(p) for p in everyone])
+    all_params = states.all_params()
+    members = states.members(all_params, [p.requires_grad or states.has_state(p) for p in all_params])
     weights = [m.weight.detach().clone() for m in members]
     there, back = (Gathers(members, "ema_weights()") for _ in range(2))
     try:
@@ -76,7 +76,7 @@ def _averages_as_params(states: OptimizerStates) -> Iterator[None]:
 
 def _average_of(m: ParamState, averaging: Averaging) -> Tensor:
     """Returns the average, or the weight itself before the first step that makes an average."""
-    return codec.decode(m.weight, m.state, m.kinds, EMA) if averaging.begun(m.state) else m.weight.detach()
+    return codec.decode(m.weight, m.state, m.kinds, EMA) if averaging.has_begun(m.state) else m.weight.detach()
 
 
 def _write(members: list[ParamState], values: list[Tensor], gathers: Gathers) -> None:

@@ -62,7 +62,7 @@ class GradScaling:
         """Returns grad_scale, clip_coef and found_inf; each is an fp32 tensor of one element, or empty."""
         grad_scale, found_inf = self._scalar("grad_scale"), self._scalar("found_inf")
         if clipping is None:
-            return grad_scale, dense.NONE, found_inf
+            return grad_scale, dense.EMPTY, found_inf
         both = clipping.found_inf if found_inf.numel() == 0 else found_inf + clipping.found_inf
         return grad_scale, clipping.clip_coef, both
 
@@ -73,7 +73,7 @@ class GradScaling:
     def _scalar(self, name: str) -> Tensor:
         value, device = vars(self._states.optimizer).get(name), self._states.counts.device
         if value is None:
-            return dense.NONE
+            return dense.EMPTY
         if not isinstance(value, Tensor):  # filled on the device: a copy to a GPU would wait for it
             return torch.full((), value, dtype=torch.float32, device=device)
         return value.to(device, torch.float32)
@@ -86,10 +86,10 @@ class GradScaling:
         self._in_backward.refuse_clipping()
         if self.refuse_clipping is not None:
             self.refuse_clipping()
-        everyone = self._states.everyone()
-        for owner in reducer_registry.owners_of(everyone):
+        all_params = self._states.all_params()
+        for owner in reducer_registry.owners_of(all_params):
             owner.before_step()
-        shards = self._states.current_shards(everyone)
+        shards = self._states.current_shards(all_params)
         found = shards.grads()
         grads = [g for g in found if g is not None]
         self.clipping = self._measure(shards, grads, [g is not None for g in found], max_norm)

@@ -127,8 +127,8 @@ class GradientRelease:
 
     def _start(self) -> bool:
         """Prepares the step of a backward; False where the parameters' reducers step in backward themselves."""
-        everyone = self._states.everyone()
-        owners = list(reducer_registry.owners_of(everyone))
+        all_params = self._states.all_params()
+        owners = list(reducer_registry.owners_of(all_params))
         if owners:
             _refuse_owners(owners)
             return False
@@ -141,7 +141,7 @@ class GradientRelease:
         with torch.no_grad():
             self._step = self._stepper.begin_release(before)
         if self._step is not before:
-            _refuse_ddp(everyone)
+            _refuse_ddp(all_params)
         return True
 
     def _flush(self) -> None:
@@ -207,7 +207,7 @@ class GradientRelease:
         """Called when step() has stepped what was left, zero_grad() has dropped it, or a state was loaded. Registers
         hooks for parameters that have become trainable."""
         self._clear()
-        self.follow(self._states.everyone(), copied=True)
+        self.follow(self._states.all_params(), copied=True)
 
     # -- what is refused
 
@@ -232,7 +232,7 @@ class GradientRelease:
             )
 
     def _names(self, params: Sequence[Tensor]) -> str:
-        known = zip(self._states.everyone(), param_groups.names(self._states.groups), strict=True)
+        known = zip(self._states.all_params(), param_groups.names(self._states.groups), strict=True)
         names = {id(p): name for p, name in known}
         shown = [names.get(id(p), "one that left") for p in params[:_SHOWN]]
         return ", ".join(shown) + (f" and {len(params) - _SHOWN} more" if len(params) > _SHOWN else "")

@@ -49,20 +49,20 @@ class MeasuringOptimizer(AveragingOptimizer):
 
 def _read(states: OptimizerStates, measured: Measurement) -> list[ParamHealth]:
     """Returns the measurements of the parameters that the measured step has stepped. Collective where they are cut."""
-    everyone = states.everyone()
-    shards = states.current_shards(everyone)
+    all_params = states.all_params()
+    shards = states.current_shards(all_params)
     keys, kept = param_groups.keys(states.groups), param_groups.kept_32bit(states.groups)
-    table = _on_host([measured.rows.get(p) for p in everyone])
+    table = _on_host([measured.rows.get(p) for p in all_params])
     by_groups: dict[tuple[torch.distributed.ProcessGroup, ...], list[int]] = {}
-    for i in range(len(everyone)):
+    for i in range(len(all_params)):
         if groups := tuple(shards.of(i).groups):
             by_groups.setdefault(groups, []).append(i)
     for groups, members in by_groups.items():
-        table[members] = _summed(table[members], groups, everyone[members[0]].device)
+        table[members] = _summed(table[members], groups, all_params[members[0]].device)
     policy = states.optimizer.policy
     roundings = [group["weight_rounding"] for group in states.groups for _ in group["params"]]
     found = []
-    for i, (p, row) in enumerate(zip(everyone, table, strict=True)):
+    for i, (p, row) in enumerate(zip(all_params, table, strict=True)):
         if not row.any():  # the measured step did not step it
             continue
         kinds = StateDtypes.of(policy, p.dtype, p.numel(), kept[i])

@@ -18,13 +18,13 @@ from torch_ext.params import param_groups
 def resync(states: OptimizerStates, stepper: Stepper, force: bool) -> int:
     """Resyncs all parameters that have a master; returns how many elements changed. Keeps the plan of the last step,
     since a loop may call this in each step."""
-    everyone = states.everyone()
-    plan = stepper.standing_plan()
-    has_master = [not {"master_param", "master_remainder"}.isdisjoint(states.stored_state(p)) for p in everyone]
+    all_params = states.all_params()
+    plan = stepper.current_plan()
+    has_master = [not {"master_param", "master_remainder"}.isdisjoint(states.stored_state(p)) for p in all_params]
     stepped = None if plan is None else plan.selected_members(has_master)
     if plan is None:
-        states.refuse_converted(zip(param_groups.names(states.groups), everyone, strict=True))
-    members = states.members(everyone, has_master) if stepped is None else stepped
+        states.refuse_converted(zip(param_groups.names(states.groups), all_params, strict=True))
+    members = states.members(all_params, has_master) if stepped is None else stepped
     if (watcher := states.watcher) is not None:
         watcher.before_writing()
     changed = int(masters.resync(members, force).sum())
@@ -40,11 +40,11 @@ def resync(states: OptimizerStates, stepper: Stepper, force: bool) -> int:
 def seed_masters(states: OptimizerStates, stepper: Stepper, state_dict: Mapping[str, Any]) -> int:
     """Copies masters from a model's state_dict in higher precision, and creates them where there are none yet; returns
     how many elements changed."""
-    everyone, policy = states.everyone(), states.optimizer.policy
+    all_params, policy = states.all_params(), states.optimizer.policy
     has_master = [
-        p.requires_grad and StateDtypes.of(policy, p.dtype, p.numel(), False).master is not None for p in everyone
+        p.requires_grad and StateDtypes.of(policy, p.dtype, p.numel(), False).master is not None for p in all_params
     ]
-    members = states.members(everyone, has_master)
+    members = states.members(all_params, has_master)
     changed = master_weights.seed_masters(members, _keys(states, has_master), state_dict)
     mark_synced(states, stepper, members)
     return changed
@@ -53,9 +53,9 @@ def seed_masters(states: OptimizerStates, stepper: Stepper, state_dict: Mapping[
 @contextlib.contextmanager
 def masters_as_params(states: OptimizerStates, stepper: Stepper) -> Iterator[dict[str | int, Tensor]]:
     """Turns parameters into their masters inside the block; see `Adam.master_weights`."""
-    everyone = states.everyone()
-    trained = [p.requires_grad for p in everyone]
-    members = states.members(everyone, trained)
+    all_params = states.all_params()
+    trained = [p.requires_grad for p in all_params]
+    members = states.members(all_params, trained)
     with_master = [m for m in members if m.kinds.master]
     _resync_or_refuse(states, with_master)
     try:

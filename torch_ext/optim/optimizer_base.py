@@ -101,11 +101,11 @@ class OptimizerBase(SavedOptimizer):
         if self.step_in_backward:
             self._release = GradientRelease(self._states, self._stepper, weak_method(self._before_master_change))
             torch_clip_functions.route()
-            clipped.watch(self._scaling)
+            clipped.register(self._scaling)
             self._scaling.refuse_clipping = weak_method(self._release.refuse_clipping)
         if self.policy.clip_grad:
             torch_clip_functions.route()
-            clipped.watch(self._scaling)
+            clipped.register(self._scaling)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch's does. Raises, and says what to do, for parameters that are twice in it or share
@@ -132,7 +132,7 @@ class OptimizerBase(SavedOptimizer):
     def _drop_groups(self, first: int) -> None:
         """Removes the groups from `first` on, whose addition raised or was interrupted."""
         del self.param_groups[first:]
-        self._states.drop_removed(self._states.everyone())
+        self._states.drop_removed(self._states.all_params())
 
     def _before_master_change(self, doing: str) -> None:
         """Called before masters are written: RuntimeError where they must not be. Drops a consolidated state_dict."""
@@ -147,7 +147,7 @@ class OptimizerBase(SavedOptimizer):
         offload_guard.refuse_states(self, doing)
         own = {key: self.__dict__[key] for key in _PICKLED if key in self.__dict__}
         states = self._states
-        states.host.follow_moved(states.everyone(), self.state)
+        states.host.follow_moved(states.all_params(), self.state)
         parts = {"_counts": states.counts, "_host": states.host, "_forms": states.forms_to_keep()}
         return super().__getstate__() | own | parts
 
@@ -174,12 +174,12 @@ class OptimizerBase(SavedOptimizer):
             self.state = access.TrackedState.of(entries, exposed, make=self._make_first_state)
         forms = dict(state.get("_forms", {}))  # none in a load, whose states are for the parameters as they are now
         self._assemble(host, counts, forms, known)
-        self._states.note_forms(self._states.everyone())
+        self._states.note_forms(self._states.all_params())
         for group, own in zip(self.param_groups, decoupled, strict=True):
             self._fill(group, own)
             self._states.make_steps(group)
         if self._release is not None:
-            self._release.follow(self._states.everyone(), copied=True)
+            self._release.follow(self._states.all_params(), copied=True)
         self._half_loaded = False
 
     def _fill(self, group: dict[str, Any], decoupled: bool | None) -> None:
@@ -188,7 +188,7 @@ class OptimizerBase(SavedOptimizer):
 
     def _make_first_state(self) -> None:  # where there are step counts only
         flattened.patch()  # torch.distributed.checkpoint asks for state before it loads a state_dict
-        if not self._open and not self._states.any_made():
+        if not self._open and not self._states.has_any_state():
             self._states.make_all()
 
     # -- what the step asks --------------------------------------------------------------------------------------------
@@ -219,14 +219,14 @@ class OptimizerBase(SavedOptimizer):
         if self._states.watcher is not None:
             self._states.watcher.weights_move()
 
-    def stays(self) -> Iterable[Tensor]:
+    def host_tensors(self) -> Iterable[Tensor]:
         """Returns the state tensors that are always on the host, and so are not offloaded."""
         return self._states.host.tensors()
 
-    def weights_moved(self, params: Iterable[Tensor], away: bool) -> None:
-        """Called when the memory of parameters was offloaded (away), or is allocated again with its content."""
+    def weights_moved(self, params: Iterable[Tensor], offloaded: bool) -> None:
+        """Called when the memory of parameters was offloaded, or else is allocated again with its content."""
         if self._states.watcher is not None:
-            self._states.watcher.weights_moved(params, away)
+            self._states.watcher.weights_moved(params, offloaded)
 
     def memory_released(self, grads: bool) -> None:
         """Called when memory was offloaded: drops what was computed for its content. grads: gradients were, too."""

@@ -78,16 +78,16 @@ class OptimizerStates:
 
     # -- parameters
 
-    def everyone(self) -> list[Tensor]:
-        return param_groups.everyone(self.groups)
+    def all_params(self) -> list[Tensor]:
+        return param_groups.all_params(self.groups)
 
-    def current_shards(self, everyone: list[Tensor]) -> shard_map.ShardMap:
+    def current_shards(self, all_params: list[Tensor]) -> shard_map.ShardMap:
         """Returns where this rank's parts of the parameters are; the same object as long as that is unchanged."""
-        offload_guard.refuse_optimizer(self.optimizer, everyone)  # type: ignore[arg-type]
-        if self._shards is None or not self._shards.fits(everyone):
-            self._shards = shard_map.ShardMap(everyone)
-            self.host.follow_moved(everyone, self.state)
-            if not self.any_made():
+        offload_guard.refuse_optimizer(self.optimizer, all_params)  # type: ignore[arg-type]
+        if self._shards is None or not self._shards.fits(all_params):
+            self._shards = shard_map.ShardMap(all_params)
+            self.host.follow_moved(all_params, self.state)
+            if not self.has_any_state():
                 self.follow_params()
         return self._shards
 
@@ -97,7 +97,7 @@ class OptimizerStates:
             entries = [(p, access.entry(self.state, p)) for p in group["params"] if p.requires_grad]
             if any("step" in entry and entry["step"].device != p.device for p, entry in entries):
                 self.make_steps(group)
-        device = next((p.device for p in self.everyone() if p.requires_grad), torch.device("cpu"))
+        device = next((p.device for p in self.all_params() if p.requires_grad), torch.device("cpu"))
         self.counts = self.counts.to(device)
 
     @dense.normal_tensors()
@@ -118,51 +118,51 @@ class OptimizerStates:
         """Returns the stored state of p, from opt.state or from the host; empty where there is none."""
         return self.host.peek(p, access.peek(self.state, p))
 
-    def is_made(self, p: Tensor) -> bool:
+    def has_state(self, p: Tensor) -> bool:
         """Whether p has more state than its step count."""
         return first_moment(self.stored_state(p)) is not None
 
-    def any_made(self) -> bool:
-        return any(map(self.is_made, self.everyone()))
+    def has_any_state(self) -> bool:
+        return any(map(self.has_state, self.all_params()))
 
-    def on_host(self, everyone: list[Tensor]) -> list[bool]:
+    def on_host(self, all_params: list[Tensor]) -> list[bool]:
         """Returns for each parameter whether it is stepped on the host."""
-        shards, kept = self.current_shards(everyone), param_groups.kept_32bit(self.groups)
+        shards, kept = self.current_shards(all_params), param_groups.kept_32bit(self.groups)
         matrices = param_groups.are_matrices(self.groups)
 
         def size(i: int) -> int:
-            p = everyone[i]
-            if not p.requires_grad and not self.is_made(p):
+            p = all_params[i]
+            if not p.requires_grad and not self.has_state(p):
                 return 0
             return self._kinds(p, kept[i], matrices[i], "").nbytes(shards.of(i).weight.numel())
 
-        return self.host.choose(len(everyone), size)
+        return self.host.choose(len(all_params), size)
 
     @dense.normal_tensors()
-    def members(self, everyone: list[Tensor], wanted: list[bool]) -> list[ParamState]:
+    def members(self, all_params: list[Tensor], wanted: list[bool]) -> list[ParamState]:
         """Returns the wanted parameters with their states, which are created where they are missing."""
         names, ids = param_groups.names(self.groups), param_groups.ids(self.groups)
         kept, matrices = param_groups.kept_32bit(self.groups), param_groups.are_matrices(self.groups)
         group_of = [g for g, group in enumerate(self.groups) for _ in group["params"]]
         chosen = [i for i, want in enumerate(wanted) if want]
-        shards = self.current_shards(everyone)
+        shards = self.current_shards(all_params)
         local = {i: shards.of(i) for i in chosen}
         for i in chosen:  # check all of them before the first state is created
             dense.refuse_param(local[i].weight, names[i])
-        self.refuse_converted([(names[i], everyone[i]) for i in chosen])
-        on_host = self.on_host(everyone)
+        self.refuse_converted([(names[i], all_params[i]) for i in chosen])
+        on_host = self.on_host(all_params)
         members = [
             ParamState(
-                everyone[i],
+                all_params[i],
                 local[i],
-                self.host.entry(self.state, everyone[i], on_host[i]),
-                self._kinds(everyone[i], kept[i], matrices[i], names[i]),
+                self.host.entry(self.state, all_params[i], on_host[i]),
+                self._kinds(all_params[i], kept[i], matrices[i], names[i]),
                 ids[i],
                 group_of[i],
                 names[i],
                 on_host[i],
-                self.changes_of(everyone[i], local[i].weight, on_host[i]),
-                self._row(everyone[i], local[i].weight, on_host[i]),
+                self.changes_of(all_params[i], local[i].weight, on_host[i]),
+                self._row(all_params[i], local[i].weight, on_host[i]),
             )
             for i in chosen
         ]
@@ -175,7 +175,7 @@ class OptimizerStates:
     def changes_of(self, p: Tensor, weight: Tensor, host: bool) -> dict[str, Tensor]:
         """Returns where steps record changes of `weight`, this rank's part of p. host: it is stepped on the host."""
         device = torch.device("cpu") if host else weight.device
-        return {} if self.changes is None else self.changes.beside(p, weight.numel(), device)
+        return {} if self.changes is None else self.changes.record_of(p, weight.numel(), device)
 
     def _row(self, p: Tensor, weight: Tensor, host: bool) -> Tensor | None:
         """Returns where the next step adds its measurements of p; None where it does not measure."""
@@ -185,19 +185,19 @@ class OptimizerStates:
     def _kinds(self, p: Tensor, kept: bool, matrix: bool, name: str) -> StateDtypes:
         optimizer = self.optimizer
         kinds = StateDtypes.of(optimizer.policy, p.dtype, p.numel(), kept, matrix)
-        return kinds.averaged(optimizer.averaging.dtype, p.dtype, name)
+        return kinds.with_average(optimizer.averaging.dtype, p.dtype, name)
 
     def make_all(self) -> None:
         """Creates the missing states of all trainable parameters. Changes no weight and no step count."""
-        everyone = self.everyone()
+        all_params = self.all_params()
         known = dict(self.synced)
         with torch.no_grad():
-            self.members(everyone, [p.requires_grad or self.is_made(p) for p in everyone])
+            self.members(all_params, [p.requires_grad or self.has_state(p) for p in all_params])
         self.synced = known  # without the new masters: the first step compares them, in case of a write before it
 
-    def drop_removed(self, everyone: list[Tensor]) -> None:
-        """Drops the states and records of parameters that the optimizer no longer has. everyone: those it has."""
-        present = set(everyone)
+    def drop_removed(self, all_params: list[Tensor]) -> None:
+        """Drops the states and records of parameters that the optimizer no longer has. all_params: the ones it has."""
+        present = set(all_params)
         for gone in [p for p in self.state if isinstance(p, Tensor) and p not in present]:
             dict.pop(self.state, gone)
         self.host.keep_only(present)
@@ -251,7 +251,7 @@ def _complete(members: list[ParamState]) -> list[ParamState]:
     made: list[ParamState] = []
     for host in (False, True):  # separately: memory of states on the device may be offloaded (offloading/offload.py)
         missing = [m for m in members if m.host == host and not m.kinds.complete(m.state)]
-        for m, new in zip(missing, codec.make([(m.beside, m.kinds) for m in missing]), strict=True):
+        for m, new in zip(missing, codec.make([(m.weight_on_state_device, m.kinds) for m in missing]), strict=True):
             m.state.update({key: value for key, value in new.items() if key not in m.state})
         made += missing
     for m in members:
@@ -275,11 +275,11 @@ def refuse_group(
     hyper_parameters.refuse_keys(group, where, given)
     refuse(group, where)
     hyper_parameters.refuse_differing(group, groups[0], where)
-    everyone, names = param_groups.everyone(groups), param_groups.names(groups)
-    trained = [(p, name) for p, name in zip(everyone, names, strict=True) if p.requires_grad]
+    all_params, names = param_groups.all_params(groups), param_groups.names(groups)
+    trained = [(p, name) for p, name in zip(all_params, names, strict=True) if p.requires_grad]
     for p, name in trained:
         dense.refuse_param(local_shard.tensor_of(p), name)
-        StateDtypes.of(policy, p.dtype, p.numel(), False).averaged(averaging.dtype, p.dtype, name)
+        StateDtypes.of(policy, p.dtype, p.numel(), False).with_average(averaging.dtype, p.dtype, name)
     devices = {p.device: name for p, name in trained}
     if len(devices) > 1:
         places = " and ".join(f"{name} on {device}" for device, name in devices.items())

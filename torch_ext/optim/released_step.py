@@ -22,7 +22,7 @@ class ReleasedStep:
     def begin(self, hyper: HyperparameterTable, counts: Tensor, external: int) -> None:
         """Called when a backward begins. counts, external: see `DeviceStep.run`."""
         self._hyper, self._external = hyper, external
-        self._scalars = dense.NONE, dense.NONE, dense.NONE, counts
+        self._scalars = dense.EMPTY, dense.EMPTY, dense.EMPTY, counts
 
     def steppable(self, params: Sequence[Tensor]) -> list[Tensor]:
         """Returns the parameters that may be stepped before the others: AdamW's on the device that need no copy."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch_ext.native.untraced import untraced
 from torch_ext.optim.optimizer_states import OptimizerStates
 from torch_ext.optim.state import load, save
-from torch_ext.optim.state.averaging import NONE, Averaging
+from torch_ext.optim.state.averaging import NO_AVERAGING, Averaging
 from torch_ext.optim.stepper import Stepper
 from torch_ext.params import hyper_parameters
 from torch_ext.params.param_groups import of_the_innermost
@@ -21,7 +21,7 @@ class SavedOptimizer(torch.optim.Optimizer):
     """A torch.optim.Optimizer that stores its states in other forms than it saves them in."""
 
     policy: Policy
-    averaging: Averaging = NONE
+    averaging: Averaging = NO_AVERAGING
     _states: OptimizerStates
     _stepper: Stepper
     _open: str  # not empty inside master_weights() or ema_weights(): which of them, for messages
@@ -63,7 +63,7 @@ class SavedOptimizer(torch.optim.Optimizer):
         loads the whole tensors together with the parts of the other ranks.
         """
         whole = save.consolidated(self, self._logical_state_dict("consolidate_state_dict()"), to)
-        self._consolidated = whole if self.current_shards(self._states.everyone()).cut else None
+        self._consolidated = whole if self.current_shards(self._states.all_params()).cut else None
         return whole
 
     def _logical_state_dict(self, doing: str) -> dict[str, Any]:
@@ -121,14 +121,14 @@ class SavedOptimizer(torch.optim.Optimizer):
         """Raises for hyper-parameters that are not legal in a group. where: for messages."""
         hyper_parameters.refuse(group, where)
 
-    def current_shards(self, everyone: list[Tensor]) -> ShardMap:
+    def current_shards(self, all_params: list[Tensor]) -> ShardMap:
         """Returns which part of each parameter this rank has."""
-        return self._states.current_shards(everyone)
+        return self._states.current_shards(all_params)
 
     def stored_state(self, p: Tensor) -> Mapping[str, Any]:
         """Returns the stored state of p, from opt.state or from the host; empty where there is none."""
         return self._states.stored_state(p)
 
-    def on_host(self, everyone: list[Tensor]) -> list[bool]:
+    def on_host(self, all_params: list[Tensor]) -> list[bool]:
         """Returns for each parameter whether it is stepped on the host."""
-        return self._states.on_host(everyone)
+        return self._states.on_host(all_params)

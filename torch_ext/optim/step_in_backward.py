@@ -40,7 +40,7 @@ class StepInBackward:
         parameter on the host is left to step(). counts, external: see `DeviceStep.run`."""
         shared = () if plan.host is None else plan.host.gathers
         batches = {b.gather[1]: b for b in plan.device.batches if b.gather is not None and b.gather[0] is owner}
-        scalars = (dense.NONE, dense.NONE, dense.NONE, counts)
+        scalars = (dense.EMPTY, dense.EMPTY, dense.EMPTY, counts)
 
         def step(bucket: int) -> None:
             batch = batches.get(bucket)

@@ -75,20 +75,20 @@ class StepPlan:
         return (
             shards is self._shards
             and active == self.active
-            and self.device.weight_memory.holds()
+            and self.device.weight_memory.unchanged()
             and (
                 not self._indirect_params
                 or [(p.dtype, p.shape, p.stride()) for p in self._indirect_params] == self._indirect_forms
             )
-            and (self.host is None or self.host.memory.holds())
-            and (self.matrices is None or self.matrices.memory.holds())
+            and (self.host is None or self.host.memory.unchanged())
+            and (self.matrices is None or self.matrices.memory.unchanged())
             and (not access.exposed(state) or self._holds(state))
         )
 
     def _holds(self, state: State) -> bool:
         values = _values_of(state)
         same = len(values) == len(self._values) and all(map(operator.is_, values, self._values))
-        return same and self.device.state_memory.holds()
+        return same and self.device.state_memory.unchanged()
 
     @property
     def takes_several_calls(self) -> bool:

@@ -41,7 +41,7 @@ class StepRun:
         """grads: of the plan's members. counts: `OptimizerStates.counts`."""
         self._plan, self._grads, self._hyper, self._scalars = plan, grads, hyper, scalars
         self._counts, self._on_external_write, self._progress = counts, on_external_write, progress
-        self._external = masters.MODES[on_external_write]
+        self._external = masters.EXTERNAL_MODES[on_external_write]
         self._on_device: list[Tensor] = []  # the gradients, as the operator takes them
         self._row = 0  # of `counts`: 0 for the first operator call, then 1, so that a skipped step is counted once
         self._gathers: list[Work] = []
@@ -96,7 +96,7 @@ class StepRun:
             masters.refuse_modified([m for m in plan.host.members if m.kinds.master == "master_remainder"])
         for batch in plan.device.batches:
             try:
-                self._call(batch, dense.NONE, constants.EXTERNAL_CHECK)
+                self._call(batch, dense.EMPTY, constants.EXTERNAL_CHECK)
             except RuntimeError as refusal:
                 if plan.same_forms():
                     masters.refuse_modified([m for m in plan.device.members if m.kinds.master])

@@ -39,8 +39,8 @@ class Stepper:
         """Steps the parameters that have a gradient. released: others were stepped in backward, and their gradients
         freed. RuntimeError, before anything is written, where the operator rejects a gradient or a parameter."""
         states, scaling = self._states, self._scaling
-        everyone = states.everyone()
-        shards = states.current_shards(everyone)
+        all_params = states.all_params()
+        shards = states.current_shards(all_params)
         grads = shards.grads()
         scaling.refuse_local_scaler(shards)
         active = [g is not None for g in grads]
@@ -50,9 +50,9 @@ class Stepper:
                 self._end_measurement()
             elif not self._warned:
                 self._warned = True
-                _warn_of_orphans(len(everyone))
+                _warn_of_orphans(len(all_params))
             return
-        _refuse_capture(states, everyone)
+        _refuse_capture(states, all_params)
         self.unfinished.refuse("step()")
         hyper = self.current_hyper()
         clipping = scaling.current_clipping(shards, present, active)
@@ -122,7 +122,7 @@ class Stepper:
         torch.distributed.checkpoint calls step() with lr 0 and zero gradients so that state is created. That must not
         be a step: with a counter at 1 the first real update would be 1.34 times too small."""
         states = self._states
-        first = not states.any_made() and all(float(g["lr"]) == 0 for g in states.groups)
+        first = not states.has_any_state() and all(float(g["lr"]) == 0 for g in states.groups)
         if first and _all_zero(shards, active, grads):
             self.drop_plan()
             states.drop_removed(shards.params)
@@ -144,7 +144,7 @@ class Stepper:
         self.plan = StepPlan(shards, active, members, grads, gathers, host, *known)
         for owner in set(owners):
             if owner is not None:
-                owner.offer(self)
+                owner.register_stepper(self)
         return self.plan
 
     def drop_plan(self) -> None:
@@ -153,9 +153,9 @@ class Stepper:
             self._states.synced.update(self.plan.writes.synced())
             self.plan = None
 
-    def standing_plan(self) -> StepPlan | None:
+    def current_plan(self) -> StepPlan | None:
         """Returns the last step's plan if parameters, states and their memory are still the same, else None."""
-        shards, plan = self._states.current_shards(self._states.everyone()), self.plan
+        shards, plan = self._states.current_shards(self._states.all_params()), self.plan
         fits = plan is not None and plan.fits(shards, plan.active, self._states.state) and plan.same_forms()
         return plan if fits else None
 
@@ -165,17 +165,17 @@ class Stepper:
         """Prepares a backward that steps all trained parameters, with the groups' current hyper-parameters. before: the
         ReleasedStep of the last such backward, which is reused if its plan still fits."""
         states, plan = self._states, self.plan
-        everyone = states.everyone()
-        shards, active = states.current_shards(everyone), [p.requires_grad for p in everyone]
-        _refuse_capture(states, everyone)
+        all_params = states.all_params()
+        shards, active = states.current_shards(all_params), [p.requires_grad for p in all_params]
+        _refuse_capture(states, all_params)
         if states.watcher is not None:
             states.watcher.before_writing()
         if plan is None or not plan.fits(shards, active, states.state) or not plan.same_forms():
-            plan = self._build_plan(shards, active, [p for p in everyone if p.requires_grad])
+            plan = self._build_plan(shards, active, [p for p in all_params if p.requires_grad])
         mode = states.optimizer.on_external_write
         self._check_writes(plan, mode)
         step = before if before is not None and before.plan is plan else ReleasedStep(plan)
-        step.begin(self.current_hyper(), states.counts[1], masters.MODES[mode])
+        step.begin(self.current_hyper(), states.counts[1], masters.EXTERNAL_MODES[mode])
         return step
 
     def _check_writes(self, plan: StepPlan, mode: str) -> None:
@@ -192,15 +192,15 @@ class Stepper:
         states = self._states
         optimizer = states.optimizer
         _refuse_settings(optimizer)
-        plan = self.standing_plan()
+        plan = self.current_plan()
         if plan is None or not all(plan.active):
             return None
         plan.refuse_matrices(
             "step_in_backward=True steps bucket by bucket, and Muon whole matrices, when all of a gradient is there: "
             "leave out step_in_backward"
         )
-        _refuse_capture(states, states.everyone())
-        external = masters.MODES[optimizer.on_external_write]
+        _refuse_capture(states, states.all_params())
+        external = masters.EXTERNAL_MODES[optimizer.on_external_write]
         self._check_writes(plan, optimizer.on_external_write)
         return self._in_backward.begin(owner, plan, self.current_hyper(), states.counts[1], external)
 
@@ -213,8 +213,8 @@ class Stepper:
     def drop_gradients(self) -> None:
         """Drops gradients, for zero_grad(). What backward has stepped stays stepped, on every rank."""
         self._scaling.forget()
-        everyone = self._states.everyone()
-        owners = list(reducer_registry.owners_of(everyone))
+        all_params = self._states.all_params()
+        owners = list(reducer_registry.owners_of(all_params))
         for owner in owners:
             owner.finish_failed_backward()  # afterwards it is known what a backward that raised has stepped
         if self._in_backward and any(owner.failed for owner in owners):
@@ -223,7 +223,7 @@ class Stepper:
             self._in_backward.end(self.plan)
             self.end_partial_step()
         for owner in owners:
-            owner.zero_grad(everyone)
+            owner.zero_grad(all_params)
 
 
 @contextlib.contextmanager
@@ -260,15 +260,15 @@ def _warn_of_orphans(params: int) -> None:
     )
 
 
-def _refuse_capture(states: OptimizerStates, everyone: list[Tensor]) -> None:
+def _refuse_capture(states: OptimizerStates, all_params: list[Tensor]) -> None:
     """While a CUDA graph is captured, raises RuntimeError for what cannot be captured."""
     if graph_capture.is_capturing(states.counts.device):
         graph_capture.refuse(
             states.groups,
             states.counts.device,
             on_external_write=states.optimizer.on_external_write,
-            stateless=not states.any_made(),
-            offloaded=any(states.on_host(everyone)),
+            stateless=not states.has_any_state(),
+            offloaded=any(states.on_host(all_params)),
             measures=states.measuring.next is not None,
             grad_scale=vars(states.optimizer).get("grad_scale"),
         )

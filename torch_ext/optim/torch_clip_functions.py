@@ -46,7 +46,7 @@ _OURS: dict[str, Function] = {
 
 def route() -> None:
     """Patches torch's functions in place. They then find sharded gradients, and tell optimizers that were registered by
-    `clipped.watch`. For other parameters torch's own code runs. May be called again."""
+    `clipped.register`. For other parameters torch's own code runs. May be called again."""
     for name, ours in _OURS.items():
         _route([torch.nn.utils, torch.nn.utils.clip_grad], name, ours)
 
@@ -74,7 +74,7 @@ def _routed(theirs: Function, ours: Function) -> Function:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         sharded = any(owner.sharded for owner in reducer_registry.owners_of(params))
         answer = (ours if sharded else theirs)(params, *args, **options)
-        clipped.tell(params, args[0] if args else options.get("max_norm"))
+        clipped.notify_clipped(params, args[0] if args else options.get("max_norm"))
         return answer
 
     setattr(function, ROUTED, True)

@@ -140,7 +140,7 @@ class BucketExchange(Exchange):
         self._bytes_of_gathers += self.communicator.bytes_sent - before
         return _WeightGather(self)
 
-    def finish_weights(self) -> None:
+    def wait_for_weight_gathers(self) -> None:
         """Waits for all-gathers of weights that an interrupted step did not wait for. Does nothing after a failure:
         every step and backward raises it anyway."""
         if self._weight_gathers and self.cycle.failure is None:
@@ -236,7 +236,7 @@ class _WeightGather:
 
     def result(self) -> None:
         """Waits for all buckets' all-gathers. Raises RuntimeError, at every call, if one failed."""
-        self._exchange.finish_weights()
+        self._exchange.wait_for_weight_gathers()
         self._exchange.cycle.refuse_failed()
 
 

@@ -67,7 +67,7 @@ class BucketGradients(ReducerBase):
     def part(self, param: torch.Tensor) -> torch.Tensor:
         return self.strategy.part(self._position[id(param)])
 
-    def offer(self, stepper: reducer_registry.BucketStepper) -> None:
+    def register_stepper(self, stepper: reducer_registry.BucketStepper) -> None:
         self._steppers.add(stepper)
 
     def stats(self, params: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -79,12 +79,12 @@ class BucketGradients(ReducerBase):
     def gather(self, bucket: int) -> Work:
         return self.exchange.gather(bucket)
 
-    def finish_weights(self) -> None:
-        self.exchange.finish_weights()
+    def wait_for_weight_gathers(self) -> None:
+        self.exchange.wait_for_weight_gathers()
 
     def refuse_moving(self, doing: str, weights: bool) -> None:
         self.finish_failed_backward()
-        self.finish_weights()
+        self.wait_for_weight_gathers()
         refuse_busy(doing, self.forwards_running, bool(self._tasks) or self.cycle.phase != IDLE)
         self._steppers.refuse_moving(doing)
         if weights and self.exchange.weights is not None:

@@ -257,7 +257,7 @@ def _short(dtype: torch.dtype) -> str:
 @functools.cache
 def _slices() -> Callable[..., None]:
     int64, pointer = ctypes.c_int64, ctypes.c_void_p
-    return library.function("tx_layout_slices", pointer, int64, pointer, int64, pointer, int64, pointer, brief=True)
+    return library.function("tx_layout_slices", pointer, int64, pointer, int64, pointer, int64, pointer, keep_gil=True)
 
 
 def slices(placed: Sequence[ParamSlice], ranges: Sequence[tuple[int, int]]) -> list[ParamSlice]:

@@ -74,7 +74,7 @@ class CarriedStates:
 
     def _kinds(self, entry: _Entry, policy: Policy) -> StateDtypes:
         kinds = StateDtypes.of(policy, entry.param.dtype, entry.param.numel(), entry.kept, entry.matrix)
-        return kinds.averaged(self.optimizer.averaging.dtype, entry.param.dtype, entry.name)
+        return kinds.with_average(self.optimizer.averaging.dtype, entry.param.dtype, entry.name)
 
     def refuse(self, policy: Policy, before: Policy | None, ranks: frozenset[int]) -> None:
         """Raises ValueError if the new policy needs states in other dtypes, or if states are cut over other ranks.
@@ -101,19 +101,19 @@ class CarriedStates:
         if not self._entries:
             return
         optimizer = self.optimizer
-        everyone = param_groups.everyone(optimizer.param_groups)
-        locals_, hosts = optimizer.current_shards(everyone), optimizer.on_host(everyone)
+        all_params = param_groups.all_params(optimizer.param_groups)
+        locals_, hosts = optimizer.current_shards(all_params), optimizer.on_host(all_params)
         state: dict[Any, Any] = {p: self._unchanged(p, optimizer.stored_state(p)) for p in self._not_carried()}
         with dense.normal_tensors():
             for i in list(self._entries):
                 entry = self._entries.pop(i)  # popped: the old state is freed when the new one exists
-                state[everyone[i]] = self._converted(entry, everyone[i], locals_.of(i), group, hosts[i])
+                state[all_params[i]] = self._converted(entry, all_params[i], locals_.of(i), group, hosts[i])
         optimizer.__setstate__({"state": state, "param_groups": optimizer.param_groups})
 
     def _not_carried(self) -> Iterator[Tensor]:
         """Returns the parameters whose state stays: it has no moments yet, or belongs to another model."""
-        everyone = param_groups.everyone(self.optimizer.param_groups)
-        return (p for i, p in enumerate(everyone) if i not in self._entries and self.optimizer.stored_state(p))
+        all_params = param_groups.all_params(self.optimizer.param_groups)
+        return (p for i, p in enumerate(all_params) if i not in self._entries and self.optimizer.stored_state(p))
 
     def _unchanged(self, p: Tensor, at_rest: Mapping[str, Any]) -> load.EncodedEntry:
         in_state = first_moment(access.peek(self.optimizer.state, p)) is not None or first_moment(at_rest) is None
@@ -133,7 +133,7 @@ class CarriedStates:
         kinds, weight_like = self._kinds(entry, self.optimizer.policy), weight.cpu() if host else weight
         (made,) = codec.make([(weight_like, kinds)])
         for key in kinds.logical():
-            whole = save.whole(entry.like, entry.local, entry.logical[key], None, entry.cut, _CALL)
+            whole = save.gather_whole(entry.like, entry.local, entry.logical[key], None, entry.cut, _CALL)
             if not entry.owned:
                 whole = whole.detach().clone(memory_format=torch.preserve_format)
                 _broadcast([whole], group, weight.device)

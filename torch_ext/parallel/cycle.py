@@ -78,8 +78,8 @@ class Options(NamedTuple):
 
 
 def _call(name: str, *argtypes: Any, restype: Any = _Int32) -> Callable[..., Any]:
-    """Returns a C function of the machine, which takes the machine's pointer first. brief: it takes a microsecond."""
-    return library.function(f"tx_cycle_{name}", _Pointer, *argtypes, restype=restype, brief=True)
+    """Returns a C function of the machine, which takes the machine's pointer first. It keeps the GIL."""
+    return library.function(f"tx_cycle_{name}", _Pointer, *argtypes, restype=restype, keep_gil=True)
 
 
 def _made(args: _Args, replaces: "Cycle | None") -> tuple[Any, int]:

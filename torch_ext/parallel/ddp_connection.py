@@ -27,7 +27,7 @@ from torch_ext.policy.policy import Policy
 @functools.cache
 def _cuts() -> Callable[[int, int, float, bool], int]:
     arguments = (ctypes.c_int64, ctypes.c_int64, ctypes.c_double, ctypes.c_int32)
-    return library.function("tx_coalesce_cuts", *arguments, restype=ctypes.c_int64, brief=True)
+    return library.function("tx_coalesce_cuts", *arguments, restype=ctypes.c_int64, keep_gil=True)
 
 
 def _depends_on_link(plan: BucketPlan, policy: Policy) -> bool:
@@ -85,7 +85,7 @@ class Connection:
         self.link_gbps = message_plan.link_gbps(
             _depends_on_link(plan, policy), policy, self.communicator, self._number, "register_comm_hook"
         )
-        self.communicator.compresses = self.communicator.can_compress and compression.decided(policy, self.link_gbps)
+        self.communicator.compresses = self.communicator.can_compress and compression.is_on(policy, self.link_gbps)
         self._ids = param_groups.ids_of(self.names)
         self._gather_dtype = policy.grad_gather_dtype
         self._wire_dtypes = [p.grad_comm_dtype for p in plan.parameters]

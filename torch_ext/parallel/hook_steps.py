@@ -31,7 +31,7 @@ class Guard(reducer_registry.StepListener):
         self._params = set(params)
         if _step_hook is None:
             _step_hook = register_optimizer_step_pre_hook(_before_step)
-        reducer_registry.listen(self, params)
+        reducer_registry.register_listener(self, params)
         for other in [guard for guard in _alarmed_guards if not self._params.isdisjoint(guard._params)]:
             _alarmed_guards.discard(other)
 
@@ -80,7 +80,7 @@ _step_hook: Any = None
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     if not _alarmed_guards:
         return
-    params = set(param_groups.everyone(optimizer.param_groups))
+    params = set(param_groups.all_params(optimizer.param_groups))
     for guard in list(_alarmed_guards):
         if guard.has(params):
             guard.refuse_step()

@@ -14,7 +14,7 @@ from torch_ext.native import dtypes as native_dtypes
 from torch_ext.native import library, structs
 from torch_ext.optim.muon.owners import CMatrix
 from torch_ext.optim.muon.planned_matrices import MuonOptions, planned_matrices
-from torch_ext.optim.state.averaging import NONE, Averaging
+from torch_ext.optim.state.averaging import NO_AVERAGING, Averaging
 from torch_ext.optim.state.state_dtypes import EMA, EMA_PLANES, MASTERS, StateDtypes
 from torch_ext.parallel import message_plan
 from torch_ext.parallel.bucket_plan import CLayout, plan_of
@@ -119,7 +119,7 @@ def plan_memory(
         gather_dtype=0 if policy.grad_gather_dtype is None else native_dtypes.code_of(policy.grad_gather_dtype),
         publishes=publisher,
         distances=exact,
-        **_ema_arguments(Averaging.of(0.0, ema_dtype, 1) if ema_dtype else NONE),
+        **_ema_arguments(Averaging.of(0.0, ema_dtype, 1) if ema_dtype else NO_AVERAGING),
         **_matrix_arguments([] if matrices is None else matrices.rows, None if muon is None else muon.threads),
     )
     room = _workspace_of(args)
@@ -158,7 +158,7 @@ def _matrix_arguments(rows: Sequence[CMatrix], threads: int | None) -> dict[str,
 
 def _workspace_of(args: _MemoryArgs) -> Any:
     """Returns the workspace of tx_memory_plan. The caller keeps it alive."""
-    nbytes = library.function("tx_memory_room_bytes", ctypes.c_void_p, restype=ctypes.c_int64, brief=True)
+    nbytes = library.function("tx_memory_room_bytes", ctypes.c_void_p, restype=ctypes.c_int64, keep_gil=True)
     return (ctypes.c_int64 * -(-nbytes(ctypes.byref(args)) // 8))()
 
 
@@ -175,7 +175,7 @@ def _states_of(layout: CLayout, policy: Policy, keep_32bit: Sequence[str], of_mu
 
 
 def _state_of(policy: Policy, dtype: torch.dtype, numel: int, keep_32bit: bool, matrix: bool, ema: Any) -> _MemoryState:
-    kinds = StateDtypes.of(policy, dtype, numel, keep_32bit, matrix).averaged(ema, dtype, "a parameter")
+    kinds = StateDtypes.of(policy, dtype, numel, keep_32bit, matrix).with_average(ema, dtype, "a parameter")
     stored = (kinds.exp_avg, kinds.exp_avg_sq, None if kinds.master is None else MASTERS[kinds.master])
     return _MemoryState(*(0 if one is None else native_dtypes.code_of(one) for one in stored))
 

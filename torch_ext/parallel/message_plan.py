@@ -80,7 +80,7 @@ def decide(
     n = len(buckets)
     if not depends_on_link(buckets, world_size, policy):
         link_gbps = None
-    compressed = compression.decided(policy, link_gbps)
+    compressed = compression.is_on(policy, link_gbps)
     if link_gbps is None or policy.bucket_size is not None:  # a bucket_size set by the user is kept
         return Messages(link_gbps, compressed, tuple(range(1, n + 1)))
     numbers = ctypes.c_int64 * max(1, n)

@@ -38,12 +38,12 @@ class NotedGradients:
         sum."""
 
     def note(self) -> None:
-        """Gradients are only noted from now on, until `tell`. Does nothing while no parameter is known to complete a
-        bucket."""
+        """Gradients are only noted from now on, until `stop_noting`. Does nothing while no parameter is known to
+        complete a bucket."""
         if self._completing:
             self._call(self._noted.append)
 
-    def tell(self) -> None:
+    def stop_noting(self) -> None:
         """The hooks call the reducer for each gradient from now on."""
         self.started_without_grads = False
         self._call(self._each)

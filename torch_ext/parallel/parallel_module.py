@@ -83,7 +83,7 @@ class ParallelModule(torch.nn.Module):
         trains = torch.is_grad_enabled()
         if trains:
             attached.check(self)
-        attached.reducer.finish_weights()
+        attached.reducer.wait_for_weight_gathers()
         attached.reducer.forwards_running += 1
         try:
             outputs = super().__call__(*args, **kwargs)
@@ -117,7 +117,7 @@ class ParallelModule(torch.nn.Module):
         of their own: a write to them does not change the parameters' version counters."""
         reducer = None if (attached := _attached.get(self)) is None else attached.reducer
         if reducer is not None:
-            reducer.finish_weights()
+            reducer.wait_for_weight_gathers()
         found = super().state_dict(*args, **kwargs)
         if isinstance(reducer, BucketReducer) and reducer.exchange.weights is not None:
             reducer.exchange.weights.give_own_storages(found)

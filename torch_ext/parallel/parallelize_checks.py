@@ -152,7 +152,7 @@ def _param_with_state(held: "weakref.ref[Any]", names: Mapping[int, str]) -> int
     state = getattr(optimizer, "state", None)
     if not isinstance(state, dict):
         return 0
-    for param in param_groups.everyone(getattr(optimizer, "param_groups", [])):
+    for param in param_groups.all_params(getattr(optimizer, "param_groups", [])):
         # A step count of zero alone does not count as state.
         of_param = dict(access.peek(state, param))
         if id(param) in names and (of_param.pop("step", 0) or of_param):

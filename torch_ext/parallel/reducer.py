@@ -48,7 +48,7 @@ class BucketReducer(BucketGradients):
         self._expected_sync: bool | None = None
 
     def _layout_changed(self) -> None:
-        reducer_registry.laid_out_anew(self)
+        reducer_registry.layout_changed(self)
 
     def close(self) -> None:
         """Restores the parameters to plain ones without gradients, in memory of their own."""
@@ -72,20 +72,20 @@ class BucketReducer(BucketGradients):
         finally:
             self.require_grad_sync = before
 
-    def refuse_gone(self, doing: str) -> None:
+    def check_process_group(self, doing: str) -> None:
         if self.exchange.weights is None:
             return
         if (failure := self.cycle.failure) is not None:
             raise RuntimeError(f"{doing} after an exchange that failed: {failure}")
-        self.exchange.communicator.refuse_gone(doing)
+        self.exchange.communicator.check_process_group(doing)
 
     def before_step(self) -> None:
         """Called before an optimizer reads the gradients. Raises RuntimeError if it must not: they are not reduced yet,
         not finite, or an exchange has failed."""
         self.finish_failed_backward()
-        self.finish_weights()
+        self.wait_for_weight_gathers()
         self.exchange.recheck_nonfinite()
-        self.refuse_gone("step()")
+        self.check_process_group("step()")
         self.cycle.check_step(i for i in range(len(self.params)) if self.strategy.unreduced(i))
 
     # -- during backward ------------------------------------------------------------------------------------------
@@ -177,9 +177,9 @@ class BucketReducer(BucketGradients):
         if task in self._tasks:
             return
         offload_guard.refuse_gradients(self.params, "backward")
-        self.finish_weights()
+        self.wait_for_weight_gathers()
         self.finish_failed_backward()
-        self._tasks[task] = queue_backward_end(self.backward_ended, task, gone=weak_method(self._backward_gone))
+        self._tasks[task] = queue_backward_end(self.backward_ended, task, on_failed=weak_method(self._backward_failed))
 
     def finish_failed_backward(self) -> None:
         """Recovers if the last backward raised: waits for the messages that it sent, which the other ranks sent, too,
@@ -187,7 +187,7 @@ class BucketReducer(BucketGradients):
         ended = not self._tasks and self.cycle.phase == IDLE
         if ended or (self._tasks and all(end() is not None for end in self._tasks.values())):
             return
-        self._backward_gone()
+        self._backward_failed()
         self._tasks.clear()
         expected, self._current_task, self._expected_sync = self._expected_sync, -1, None
         if expected and self.cycle.phase == IDLE and not self.failed:
@@ -197,9 +197,9 @@ class BucketReducer(BucketGradients):
         self.cycle.died(self.strategy.modified_since(self.exchange.versions))
         self.exchange.run()  # after an interrupt the next call goes on
 
-    def _backward_gone(self, _end: object = None) -> None:
+    def _backward_failed(self, _end: object = None) -> None:
         """Called when a backward raised. Marks the noted gradients as ready: on ranks that do not note, they are."""
-        self._noted.tell()
+        self._noted.stop_noting()
         if any(end() is not None for end in self._tasks.values()) or not (noted := self._noted.take()):
             return
         try:
@@ -218,7 +218,7 @@ class BucketReducer(BucketGradients):
             self._expected_sync = None
         if self._tasks or self.cycle.phase not in (ACCUMULATING, REDUCING):
             return
-        self._noted.tell()
+        self._noted.stop_noting()
         if self.cycle.end():
             self.exchange.run()
             self._noted.completed(self.cycle.completed_by)

@@ -64,7 +64,7 @@ def _patch(owner: type, name: str, patched: Callable[[Function], Function]) -> N
 
 
 def _params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return param_groups.everyone(optimizer.param_groups)
+    return param_groups.all_params(optimizer.param_groups)
 
 
 def _wait_for_failed_backward(zero_grad: Function, params_of: Callable[[Any], Iterable[Tensor]]) -> Function:

@@ -90,13 +90,13 @@ def refuse(group: Group, where: str) -> None:
 @functools.cache
 def check_rows() -> Callable[[Any, int, bytes | None], None]:
     """Returns tx_adamw_check_groups, which raises ValueError for rows of `row_of` with illegal numbers."""
-    return library.function("tx_adamw_check_groups", ctypes.c_void_p, ctypes.c_int64, ctypes.c_char_p, brief=True)
+    return library.function("tx_adamw_check_groups", ctypes.c_void_p, ctypes.c_int64, ctypes.c_char_p, keep_gil=True)
 
 
 def row_of(group: Group, waits: bool = True) -> list[float]:
     """Returns the group's numbers in the order of tx_adamw_group. waits: read an lr that is a GPU tensor, which waits
     for the GPU; else 0 stands for it."""
-    lr = group["lr"] if waits or not is_away(group["lr"]) else 0.0
+    lr = group["lr"] if waits or not is_on_device(group["lr"]) else 0.0
     flags = bool(group["maximize"]), bool(group.get("decoupled_weight_decay"))
     return [float(x) for x in (lr, *group["betas"], group["eps"], group["weight_decay"], *flags)]
 
@@ -214,6 +214,6 @@ def refuse_differing(group: Group, first: Group, where: str) -> None:
             )
 
 
-def is_away(value: Any) -> bool:
+def is_on_device(value: Any) -> bool:
     """Whether this is a tensor on a device: reading its value would make the host wait."""
     return isinstance(value, Tensor) and value.device.type != "cpu"

@@ -148,13 +148,14 @@ _OWN = ("keep_32bit", "matrices")
 """Keys of a group with one entry per parameter that belong to this optimizer and are never saved, like the policy."""
 
 
-def without(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def without_own_keys(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns copies of the groups without the keys in _OWN, for a state_dict."""
     return [{key: value for key, value in group.items() if key not in _OWN} for group in groups]
 
 
-def with_own(saved: Iterable[Mapping[str, Any]], own: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def with_own_keys(saved: Iterable[Mapping[str, Any]], own: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns saved groups with this optimizer's own values of the keys in _OWN."""
     return [
-        group | {key: mine[key] for key in _OWN if key in mine} for group, mine in zip(without(saved), own, strict=True)
+        group | {key: mine[key] for key in _OWN if key in mine}
+        for group, mine in zip(without_own_keys(saved), own, strict=True)
     ]

@@ -19,7 +19,7 @@ class LocalShard(NamedTuple):
     """Index of the first of these elements in the logical parameter."""
     groups: "tuple[dist.ProcessGroup, ...]"
     """Process groups over which statistics of the gradients are all-reduced, one group after the other."""
-    bucket: int | None
+    gather_bucket: int | None
     """The bucket whose weights are all-gathered after the step (GradientReducer.gather); None: no all-gather."""
 
 

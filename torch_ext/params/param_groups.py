@@ -15,8 +15,8 @@ from torch_ext.params.hyper_parameters import (
     ROUNDINGS,
     Group,
     check_rows,
-    is_away,
     is_number,
+    is_on_device,
     items,
     refuse_differing,
     refuse_kinds,
@@ -37,7 +37,7 @@ class HyperparameterTable(NamedTuple):
     shared: tuple[int, int, int]  # seed, moment_rounding, weight_rounding
 
 
-def everyone(groups: list[Group]) -> list[Tensor]:
+def all_params(groups: list[Group]) -> list[Tensor]:
     return [p for group in groups for p in group["params"]]
 
 
@@ -125,7 +125,7 @@ def fill(group: Group, defaults: dict[str, Any], decoupled: bool | None) -> None
         group["decoupled_weight_decay"] = decoupled
 
 
-def taken(params: Params) -> Params:
+def as_lists(params: Params) -> Params:
     """Returns the parameters or groups as a list, and replaces an iterator in a group by a list. An iterator yields its
     parameters only once, and this package reads them before torch.optim.Optimizer does."""
     if isinstance(params, Tensor):
@@ -178,7 +178,7 @@ def _refuse_members(everything: list[Any]) -> None:
 
 
 def dtype_of_most(params: Params) -> torch.dtype:
-    """Returns the dtype that most trainable elements have; if all are frozen, most elements. params: from `taken`."""
+    """Returns the dtype that most trainable elements have; if all are frozen, most elements. params: of `as_lists`."""
     elements: Counter[torch.dtype] = Counter()
     legal = [p for p in _tensors_in(params) if p.dtype in dense.TRAINED and not torch.nn.parameter.is_lazy(p)]
     for p in [p for p in legal if p.requires_grad] or legal:
@@ -199,14 +199,14 @@ def _tensors_in(params: Params) -> Iterator[Tensor]:
 def _is_passed(lr: Any, device: torch.device) -> bool:
     """Whether the operator gets the lr as a tensor and reads it itself. A CPU tensor is read here instead if the
     parameters are on a GPU: reading it waits for nothing."""
-    return isinstance(lr, Tensor) and (device.type == "cpu" or is_away(lr))
+    return isinstance(lr, Tensor) and (device.type == "cpu" or is_on_device(lr))
 
 
 def _plain(value: Any) -> Any:
     """Returns what represents a hyper-parameter in the key of `key_of`."""
     if type(value) is float:
         return value
-    if is_away(value):
+    if is_on_device(value):
         return value.data_ptr(), value._version
     return float(value) if is_number(value) else object()  # a new object equals nothing
 

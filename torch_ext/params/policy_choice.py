@@ -16,7 +16,7 @@ PolicyLike: TypeAlias = Policy | Mapping[str, Any] | Callable[[Policy], Mapping[
 
 
 def policy_for(params: Params, given: Any, states: Any, min_8bit_size: Any) -> Policy:
-    """Returns the optimizer's policy. params: from `param_groups.taken`. given: a `PolicyLike` or None. Raises
+    """Returns the optimizer's policy. params: from `param_groups.as_lists`. given: a `PolicyLike` or None. Raises
     ValueError if `states` or `min_8bit_size` contradicts the policy, TypeError for what is no policy."""
     policy = given if isinstance(given, Policy) else _resolved(params, given)
     more: dict[str, Any] = {}

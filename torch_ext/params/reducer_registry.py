@@ -79,11 +79,11 @@ class GradientReducer(StepListener, abc.ABC):
     def before_step(self) -> None:
         """Called when an optimizer is about to read the gradients. Raises RuntimeError if it must not."""
 
-    def finish_weights(self) -> None:
+    def wait_for_weight_gathers(self) -> None:
         """Waits for all-gathers of weights that an interrupted step left running."""
         return  # not every reducer gathers weights
 
-    def refuse_gone(self, doing: str) -> None:
+    def check_process_group(self, doing: str) -> None:
         """Raises RuntimeError if updated weights could not be all-gathered any more, because the process group was
         destroyed or has failed."""
         return  # not every reducer gathers weights
@@ -111,13 +111,14 @@ class GradientReducer(StepListener, abc.ABC):
         """Returns the memory of `grad`, even if there is no gradient. Only for reducers that call `begin_stepping`."""
         raise NotImplementedError
 
-    def offer(self, stepper: BucketStepper) -> None:
+    def register_stepper(self, stepper: BucketStepper) -> None:
         """Called when the optimizer has states for these parameters: the reducer may ask it to step in backward."""
         return  # not every reducer asks
 
     @abc.abstractmethod
     def gather(self, bucket: int) -> "Work":
-        """Starts the all-gather of a bucket's weights (LocalShard.bucket), after this rank has updated its shards."""
+        """Starts the all-gather of a bucket's weights (LocalShard.gather_bucket). Called after this rank has updated
+        its shards."""
 
     def sync_parameters(self) -> bool:
         """Makes the next forward use the parameters' present values. Returns whether it could have used older ones."""
@@ -196,7 +197,7 @@ def _changed() -> None:
     generation += 1
 
 
-def laid_out_anew(owner: GradientReducer) -> None:
+def layout_changed(owner: GradientReducer) -> None:
     """Called by a reducer that has changed the layout of its parameters: makes optimizers' caches out of date."""
     owner.layout += 1
     _changed()
@@ -209,9 +210,9 @@ owner_of, owners_of = _owners.of, _owners.of_all
 life. owner_of(param): the reducer of the parameter's gradient, or None. owners_of(params): all reducers, each once."""
 
 _listeners = _Registry[StepListener]()
-listen = _listeners.add
-"""listen(listener, params): the listener is notified of steps of these parameters, as their reducers are, as long as it
-lives."""
+register_listener = _listeners.add
+"""register_listener(listener, params): the listener is notified of steps of these parameters, as their reducers are, as
+long as it lives."""
 
 
 def step_listeners(params: Sequence[torch.Tensor]) -> "list[weakref.ref[StepListener]]":

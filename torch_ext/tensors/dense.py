@@ -17,7 +17,7 @@ from torch import Tensor
 TRAINED = (torch.float32, torch.bfloat16, torch.float16)
 
 # Stands for "no tensor" in an operator's arguments: for a single argument, or for one element of a list.
-NONE = torch.empty(0, dtype=torch.float32, device="cpu")
+EMPTY = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 _CACHE_LINE = 64  # bytes
@@ -69,7 +69,7 @@ def flat(t: Tensor) -> Tensor:
     return t if t.is_contiguous() else t.detach().as_strided((t.numel(),), (1,), t.storage_offset())
 
 
-def like(t: Tensor, dtype: torch.dtype) -> Tensor:
+def zeros_in_order_of(t: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns zeros of t's shape, in t's memory order if t is dense."""
     if is_dense(t):
         return torch.zeros_like(t, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
@@ -214,7 +214,7 @@ def zeros_like(wanted: Sequence[tuple[Tensor, torch.dtype]]) -> list[Tensor]:
         if t.numel() <= _MAX_SHARING:
             together.setdefault((dtype, t.device), []).append(i)
         else:
-            found[i] = like(t, dtype)
+            found[i] = zeros_in_order_of(t, dtype)
     for (dtype, device), members in together.items():
         offsets, nbytes = aligned_offsets(wanted[i][0].numel() * dtype.itemsize for i in members)
         memory = torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device)

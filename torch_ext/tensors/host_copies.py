@@ -74,7 +74,7 @@ def _copy_on_host(pairs: list[tuple[Tensor, Tensor]], fresh: bool) -> None:
         for begin in range(0, target.nbytes, step)
     ]
     turn = itertools.count()
-    copies = _copy_bytes("tx_copy" if fresh else "tx_copy_nontemporal"), _copy_bytes("tx_copy", brief=True)
+    copies = _copy_bytes("tx_copy" if fresh else "tx_copy_nontemporal"), _copy_bytes("tx_copy", keep_gil=True)
 
     def work() -> None:
         while (i := next(turn)) < len(chunks):
@@ -103,8 +103,8 @@ def _populate(address: int, nbytes: int) -> None:
 
 
 @functools.cache
-def _copy_bytes(name: str, brief: bool = False) -> Callable[[int, int, int], None]:
+def _copy_bytes(name: str, keep_gil: bool = False) -> Callable[[int, int, int], None]:
     """Returns the library's copy function, called with the target's address, the source's address and the number of
-    bytes. It runs on the calling thread and does not wait for torch's thread pool. brief: see `library.function`."""
+    bytes. It runs on the calling thread and does not wait for torch's thread pool. keep_gil: see `library.function`."""
     pointer, nbytes = ctypes.c_void_p, ctypes.c_int64
-    return library.function(name, pointer, pointer, nbytes, restype=None, brief=brief)
+    return library.function(name, pointer, pointer, nbytes, restype=None, keep_gil=keep_gil)

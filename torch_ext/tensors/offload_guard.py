@@ -41,19 +41,19 @@ def refuse_states(optimizer: torch.optim.Optimizer, doing: str) -> None:
         raise RuntimeError(f"{doing}: the states of this optimizer are offloaded; {REMEDY}")
 
 
-def refuse_optimizer(optimizer: torch.optim.Optimizer, everyone: Iterable[Tensor]) -> None:
+def refuse_optimizer(optimizer: torch.optim.Optimizer, all_params: Iterable[Tensor]) -> None:
     """Raises RuntimeError if states of the optimizer are offloaded, or parameters from which it creates states."""
     doing = "an optimizer steps, clips, saves or loads"
     refuse_states(optimizer, doing)
-    refuse_params(everyone, doing)
+    refuse_params(all_params, doing)
 
 
-def is_away(optimizer: torch.optim.Optimizer, everyone: Iterable[Tensor]) -> bool:
+def is_offloaded(optimizer: torch.optim.Optimizer, all_params: Iterable[Tensor]) -> bool:
     """Whether `refuse_optimizer` would raise."""
-    return optimizer in optimizers or bool(params and any(p in params for p in everyone))
+    return optimizer in optimizers or bool(params and any(p in params for p in all_params))
 
 
-def present(t: Tensor, what: str) -> Tensor:
+def check_present(t: Tensor, what: str) -> Tensor:
     """Returns the tensor; raises RuntimeError if its memory is offloaded. what: begins the message."""
     if is_released(t):
         raise RuntimeError(f"{what} is offloaded; {REMEDY}")

@@ -102,7 +102,7 @@ def _argument_of(message: Bytes) -> tuple[TensorArgument, object]:
     return TensorArgument(ctypes.addressof(memory) if len(view) else None, len(view), code), memory
 
 
-def taken(message: DeltaMessage) -> bytes:
+def take_bytes(message: DeltaMessage) -> bytes:
     """Returns the message's bytes and frees the library's memory."""
     try:
         return ctypes.string_at(message.data, message.bytes) if message.bytes else b""
@@ -112,7 +112,7 @@ def taken(message: DeltaMessage) -> bytes:
 
 @functools.cache
 def _free() -> Callable[..., None]:
-    return library.function("tx_delta_free", _Pointer, restype=None, brief=True)
+    return library.function("tx_delta_free", _Pointer, restype=None, keep_gil=True)
 
 
 def call(name: str, *arguments: Any) -> None:
@@ -145,6 +145,6 @@ def _function(name: str) -> Callable[..., None]:
 
 
 @functools.cache
-def brief(name: str, restype: Any) -> Callable[[int], Any]:
+def receiver_function(name: str, restype: Any) -> Callable[[int], Any]:
     """Returns tx_delta_<name>, a quick function of a receiver that returns no status."""
-    return library.function(f"tx_delta_{name}", _Pointer, restype=restype, brief=True)
+    return library.function(f"tx_delta_{name}", _Pointer, restype=restype, keep_gil=True)

@@ -24,7 +24,7 @@ class _Staged:
         self.there, self.flat_here = there, here
         self.here = here.as_strided(there.shape, there.stride()) if self.dense else here.view(there.shape)
 
-    def brought(self) -> tuple[Tensor, Tensor]:
+    def copy_pair(self) -> tuple[Tensor, Tensor]:
         """Returns target and source of the copy to the host. Of one dimension if dense, so that it is one transfer."""
         return (self.flat_here, dense.flat(self.there).view(-1)) if self.dense else (self.here, self.there)
 
@@ -66,19 +66,19 @@ class DeviceStage:
             name: _Staged(t, part[: t.nbytes]) for (name, t), part in zip(tensors.items(), memory, strict=True)
         }
 
-    def here(self) -> dict[str, Tensor]:
+    def copies(self) -> dict[str, Tensor]:
         """Returns the host copies by name, with the shapes of the tensors."""
         return {name: one.here for name, one in self._staged.items()}
 
     @contextmanager
-    def brought(self) -> Iterator[None]:
+    def on_host(self) -> Iterator[None]:
         """Copies the tensors to the host at the entry, and the changed blocks back at an exit without an error. Uses
         the current stream of each device. Raises RuntimeError while a CUDA graph is captured."""
         staged = [one for one in self._staged.values() if one.there.numel()]
         for device in {one.there.device for one in staged}:
             if graph_capture.is_capturing(device):
                 raise RuntimeError("apply() while a CUDA graph is captured: it waits for the device")
-        host_copies.copy_and_wait([one.brought() for one in staged])
+        host_copies.copy_and_wait([one.copy_pair() for one in staged])
         before = [one.sums() for one in staged]
         yield
         for one, sums in zip(staged, before, strict=True):

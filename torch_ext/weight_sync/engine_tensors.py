@@ -37,7 +37,7 @@ class EngineTensors:
             _refuse(name, t, memory)
             self.named[name] = t.detach()
         self._stage = DeviceStage({name: t for name, t in self.named.items() if not t.is_cpu})
-        self.named |= self._stage.here()
+        self.named |= self._stage.copies()
         self._given = dict(tensors)  # `p.data = ...` moves these tensors, but not the detached ones in `named`
         self._forms = {name: _Form.of(t) for name, t in self._given.items()}
 
@@ -56,7 +56,7 @@ class EngineTensors:
     def writable(self) -> AbstractContextManager[None]:
         """Returns a context in which `named` may be read and written. At its exit without an error, tensors on devices
         get what was written to their copies."""
-        return self._stage.brought()
+        return self._stage.on_host()
 
     def refuse_uncovered(self, parameters: Sequence[Placed]) -> None:
         """Raises ValueError if elements of a tensor belong to no parameter."""

@@ -52,7 +52,7 @@ class _Local(NamedTuple):
         return -(-self.shard.weight.numel() // _BLOCK)
 
 
-def held(params: Mapping[str, Tensor], part: int, parts: int) -> list[HeldWeights]:
+def held_runs(params: Mapping[str, Tensor], part: int, parts: int) -> list[HeldWeights]:
     """Returns the runs that this rank publishes. params: the model's parameters by name. part: this rank's index among
     the `parts` ranks that train the model."""
     locals_ = [_local(name, p, part, parts) for name, p in params.items()]

@@ -16,7 +16,7 @@ class HostStage:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def bring(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Returns each tensor on the host: itself if it is there, else a copy that is valid until the next call.
         tensors: contiguous."""
         away = [t for t in tensors if not t.is_cpu]
@@ -31,6 +31,6 @@ class HostStage:
 
     @staticmethod
     def take_back(tensors: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
-        """Copies the contents of `copies`, which `bring` returned, to their tensors."""
+        """Copies the contents of `copies`, which `to_host` returned, to their tensors."""
         pairs = [(t, copy) for t, copy in zip(tensors, copies, strict=True) if t is not copy]
         host_copies.copy_and_wait(pairs)

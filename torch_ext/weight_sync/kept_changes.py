@@ -66,11 +66,11 @@ class KeptChanges:
         self._captured |= graph_capture.is_capturing(self._model.device)
 
     def weights_move(self) -> None:
-        if not offload_guard.is_away(self._optimizer, self._model.params.values()):
+        if not offload_guard.is_offloaded(self._optimizer, self._model.params.values()):
             self._writes.mark(self._members())
 
-    def weights_moved(self, params: Iterable[Tensor], away: bool) -> None:
-        self._writes.moved(params, away)
+    def weights_moved(self, params: Iterable[Tensor], offloaded: bool) -> None:
+        self._writes.moved(params, offloaded)
 
     # -- changes by steps and by other writes
 
@@ -88,12 +88,12 @@ class KeptChanges:
     def _members(self) -> list[ParamState]:
         """Returns the members of a step for all parameters with state. That includes those that the last step skipped
         (frozen or without a gradient): other code may write to their weights."""
-        states, plan = self._optimizer._states, self._optimizer._stepper.standing_plan()
-        everyone, stepped = states.everyone(), [] if plan is None else plan.members
-        if len(stepped) == len(everyone):
+        states, plan = self._optimizer._states, self._optimizer._stepper.current_plan()
+        all_params, stepped = states.all_params(), [] if plan is None else plan.members
+        if len(stepped) == len(all_params):
             return stepped
         known = {m.param for m in stepped}
-        return stepped + states.members(everyone, [p not in known and states.is_made(p) for p in everyone])
+        return stepped + states.members(all_params, [p not in known and states.has_state(p) for p in all_params])
 
     def _mark_before_first_step(self) -> None:
         """Marks blocks, of parameters without state, that were written since the last version. The first step, or a
@@ -103,7 +103,7 @@ class KeptChanges:
         if not fresh:
             return
         not_stepped = self._runs.not_stepped()
-        for run in self._runs.now():
+        for run in self._runs.current_runs():
             if id(run.held.param) in fresh and run.held.name not in not_stepped:
                 moved = run.kept["moved"]
                 unknown = _differing(run).repeat_interleave(constants.CHECKSUM // constants.BLOCK)[: moved.numel()]
@@ -113,12 +113,12 @@ class KeptChanges:
     def _fresh(self) -> list[Tensor]:
         """Returns the parameters that are stepped and are not in `_settled`."""
         states = self._optimizer._states
-        left = [p for p in states.everyone() if id(p) not in self._settled]
-        return [p for p in left if p.requires_grad or states.is_made(p)]
+        left = [p for p in states.all_params() if id(p) not in self._settled]
+        return [p for p in left if p.requires_grad or states.has_state(p)]
 
     def _settle(self) -> None:
         """Notes that all writes so far are known for every parameter that has state now."""
-        self._settled |= {id(p): p for p in self._fresh() if self._optimizer._states.is_made(p)}
+        self._settled |= {id(p): p for p in self._fresh() if self._optimizer._states.has_state(p)}
 
     def _note_writes(self) -> None:
         self._writes.note(self._members(), self._optimizer.on_external_write == "ignore")
@@ -129,7 +129,7 @@ class KeptChanges:
         contains them. At the exit they count as published."""
         members = self._members()
         self._writes.mark(members)
-        if self._compared is None or not self._compared.are(members):
+        if self._compared is None or not self._compared.fits(members):
             self._compared = silent_writes.MasterComparison(members)
         written = self._compared.mark()
         yield
@@ -150,12 +150,12 @@ class KeptChanges:
     def on_host(self) -> Iterator[Any]:
         """Yields the runs as an array of tx_delta_run in host memory. What the C library writes to the records is
         copied back to the device at the exit, unless an error was raised."""
-        runs = self._runs.now()
+        runs = self._runs.current_runs()
         if (rows := self._runs.rows_on_host()) is not None:
             yield rows
             return
         kept = [t for run in runs for t in run.kept.values()]
-        copies = self._stage.bring([*kept, *(run.held.weights for run in runs)])
+        copies = self._stage.to_host([*kept, *(run.held.weights for run in runs)])
         left = iter(copies)
         named = [{key: next(left) for key in run.kept} for run in runs]
         yield self._runs.rows(runs, [copy | {"weights": next(left)} for copy in named])
@@ -171,7 +171,7 @@ class KeptChanges:
     def patches(self) -> list[WeightPatch]:
         """Returns what changed since the last version: at least one patch per parameter, in the model's order."""
         found: dict[str, list[WeightPatch]] = {}
-        for run in self._runs.now():
+        for run in self._runs.current_runs():
             found.setdefault(run.held.name, []).append(_patch(run))
         return [patch for name, p in self._model.params.items() for patch in found.get(name) or [_nothing(name, p)]]
 

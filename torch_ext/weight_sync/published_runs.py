@@ -12,7 +12,7 @@ from torch_ext.optim.state.weight_changes import KEYS, WeightChanges
 from torch_ext.optim.state.write_check import FixedMemory
 from torch_ext.params.shard_map import ShardMap
 from torch_ext.weight_sync import delta_library
-from torch_ext.weight_sync.held_weights import HeldWeights, held
+from torch_ext.weight_sync.held_weights import HeldWeights, held_runs
 from torch_ext.weight_sync.model_table import ModelTable
 
 _PER_ITEM = {"changed": 8, "moved": constants.BLOCK, "distance": 2}  # weights per element of the tensors in `kept`
@@ -69,24 +69,24 @@ class PublishedRuns:
         states, params = self._optimizer._states, list(self._model.params.values())
         if self._shards is None or not self._shards.fits(params):
             self._shards = ShardMap(params)
-        everyone = states.everyone()
-        trained = [p.requires_grad or states.is_made(p) for p in everyone]
-        where = self._shards.memory()
-        return self._shards, where, list(map(id, everyone)), trained, states.on_host(everyone), self._changes.made
+        all_params = states.all_params()
+        trained = [p.requires_grad or states.has_state(p) for p in all_params]
+        where, on_host = self._shards.memory(), states.on_host(all_params)
+        return self._shards, where, list(map(id, all_params)), trained, on_host, self._changes.generation
 
     def _held(self) -> list[HeldWeights]:
         """Returns this rank's weights in the order of the table. Parameters that were not stepped when this object was
         created are cut into short runs."""
         found = []
-        for h in held(self._model.params, self._part, self._parts):
+        for h in held_runs(self._model.params, self._part, self._parts):
             found += h.cut(_SHORT) if h.name in self._untrained else [h]
         return sorted(found, key=lambda h: (self._model.order[h.name], h.offset))
 
     def _cache_is_valid(self) -> bool:
         known = self._cached
-        return known is not None and self._cache_key() == known.seen and known.memory.holds()
+        return known is not None and self._cache_key() == known.seen and known.memory.unchanged()
 
-    def now(self) -> list[Run]:
+    def current_runs(self) -> list[Run]:
         """Returns the current runs, recreated if something has moved."""
         if self._cached is None or not self._cache_is_valid():
             runs = self._create_runs()
@@ -98,8 +98,8 @@ class PublishedRuns:
 
     def _create_runs(self) -> list[Run]:
         states = self._optimizer._states
-        everyone = states.everyone()
-        host = dict(zip(everyone, states.on_host(everyone), strict=True))
+        all_params = states.all_params()
+        host = dict(zip(all_params, states.on_host(all_params), strict=True))
         found, not_stepped = [], self.not_stepped()
         for h in self._held():
             begin, end = h.begin, h.begin + h.weights.numel()
@@ -129,13 +129,13 @@ class PublishedRuns:
     def not_stepped(self) -> set[str]:
         """Returns the names of parameters that no step changes: not in the optimizer, or frozen and without state."""
         states = self._optimizer._states
-        trained = {p for p in states.everyone() if p.requires_grad or states.is_made(p)}
+        trained = {p for p in states.all_params() if p.requires_grad or states.has_state(p)}
         return {name for name, p in self._model.params.items() if p not in trained}
 
     def _unchanged(self, numel: int) -> dict[str, Tensor]:
         """Returns records without a change (zeros) for at least `numel` weights. Only `renew` writes to them, zeros."""
         if not self._nothing or self._nothing["changed"].numel() * _PER_ITEM["changed"] < numel:
-            self._nothing = WeightChanges(False).beside(torch.empty(0, device="cpu"), numel, torch.device("cpu"))
+            self._nothing = WeightChanges(False).record_of(torch.empty(0, device="cpu"), numel, torch.device("cpu"))
         return self._nothing
 
     def _checksum_of(self, h: HeldWeights) -> Tensor:

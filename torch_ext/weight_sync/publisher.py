@@ -136,7 +136,7 @@ class WeightPublisher:
             args.steps = int(self._kept.is_one_step)
             args.kind, args.sliceable = kind, int(self._sliceable)
             delta_library.call("encode", args, self._chain, threads(), message)
-        return delta_library.taken(message)
+        return delta_library.take_bytes(message)
 
     def _refuse_now(self, doing: str) -> None:
         """Raises RuntimeError or ValueError if this rank cannot publish now. doing: begins the message."""

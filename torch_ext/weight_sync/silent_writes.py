@@ -39,33 +39,34 @@ class MasterComparison:
         beside = ("master_remainder", "master_param")
         found = [m for m in members if m.changes and m.kinds.master in beside and m.weight.numel()]
         self._in_host_memory = [m for m in found if m.changes["moved"].is_cpu]
-        self._away = [m for m in found if not m.changes["moved"].is_cpu]  # on a device
+        self._on_device = [m for m in found if not m.changes["moved"].is_cpu]
         self._given = [_compared(m) for m in self._in_host_memory]  # keeps copies among these tensors alive
         given = [t for one in self._given for t in one if t is not None]
-        self._memory = FixedMemory([*(m.place for m in self._in_host_memory), *given])
+        self._memory = FixedMemory([*(m.memory_owner for m in self._in_host_memory), *given])
         rows = [DeltaWritten(*map(adamw_args.argument, given)) for given in self._given]
         self._rows = (DeltaWritten * len(rows))(*rows)
 
-    def are(self, members: Sequence[ParamState]) -> bool:
+    def fits(self, members: Sequence[ParamState]) -> bool:
         """Whether this object can compare these members: it was created for them, their memory has not moved, and it
         holds no host copy of a weight on a device, which would be out of date."""
-        return members is self._members and all(m.weight.is_cpu for m in self._in_host_memory) and self._memory.holds()
+        on_host = all(m.weight.is_cpu for m in self._in_host_memory)
+        return members is self._members and on_host and self._memory.unchanged()
 
     def mark(self) -> list[ParamState]:
         """Sets `moved` to infinity for blocks in which a weight is not what the last step left. Returns the members
         with such blocks. Members on a device are always returned: to know would mean to wait for the device."""
         if not self._in_host_memory:
-            return list(filter(_mark_on_device, self._away))
+            return list(filter(_mark_on_device, self._on_device))
         delta_library.call("mark", len(self._rows), self._rows, threads())
         marked = torch.frombuffer(self._rows, dtype=torch.int64)[_MARKED].nonzero().view(-1).tolist()
-        return [self._in_host_memory[i] for i in marked] + list(filter(_mark_on_device, self._away))
+        return [self._in_host_memory[i] for i in marked] + list(filter(_mark_on_device, self._on_device))
 
 
 def _compared(m: ParamState) -> list[Tensor | None]:
     """Returns the tensors of a DeltaWritten: weights, masters, checksums, moved."""
     if m.kinds.master == "master_param":
-        return [dense.flat(m.beside), dense.flat(m.master), None, m.changes["moved"]]
-    return [dense.in_order_of(m.master, m.beside), None, m.state["checksum"], m.changes["moved"]]
+        return [dense.flat(m.weight_on_state_device), dense.flat(m.master), None, m.changes["moved"]]
+    return [dense.in_order_of(m.master, m.weight_on_state_device), None, m.state["checksum"], m.changes["moved"]]
 
 
 def _mark_on_device(m: ParamState) -> bool:
@@ -74,12 +75,12 @@ def _mark_on_device(m: ParamState) -> bool:
     if m.kinds.master == "master_remainder":
         now = torch.zeros_like(m.state["checksum"])
         none = torch.empty(0, dtype=torch.int64, device=now.device)
-        weight = dense.in_order_of(m.master, m.beside)
+        weight = dense.in_order_of(m.master, m.weight_on_state_device)
         ops.call("master_checksum_", [weight], [dense.flat(m.master)], [now], none, constants.CHECKSUM_RENEW)
         stale = now != m.state["checksum"]
         moved.masked_fill_(stale.repeat_interleave(_BLOCKS)[: moved.numel()], torch.inf)
         return True
-    weight, master = dense.flat(m.beside).view(-1), dense.flat(m.master).view(-1)
+    weight, master = dense.flat(m.weight_on_state_device).view(-1), dense.flat(m.master).view(-1)
     for begin in range(0, weight.numel(), _AT_A_TIME):
         part = weight[begin : begin + _AT_A_TIME]
         rounded = master[begin : begin + _AT_A_TIME].to(weight.dtype)
@@ -100,15 +101,15 @@ class _WeightSnapshot(NamedTuple):
     """A weight's version counter and address at a time when all writes to it were known."""
 
     param: Tensor
-    place: Tensor
-    """`ParamState.place`."""
+    memory_owner: Tensor
+    """`ParamState.memory_owner`."""
     version: int
     address: int
 
     @classmethod
-    def of(cls, param: Tensor, place: Tensor) -> "_WeightSnapshot":
-        version = param._version + (0 if place is param else place._version)
-        return cls(param, place, version, place.data_ptr())
+    def of(cls, param: Tensor, memory_owner: Tensor) -> "_WeightSnapshot":
+        version = param._version + (0 if memory_owner is param else memory_owner._version)
+        return cls(param, memory_owner, version, memory_owner.data_ptr())
 
     def differs(self, other: "_WeightSnapshot") -> bool:
         return (self.version, self.address) != (other.version, other.address)
@@ -139,7 +140,7 @@ class StoredMasters:
         for (m, t), version in zip(now, _versions(now), strict=True):
             before, last = known.get(m.param, (t, version))
             if before is not t or last != version:
-                weight_changes.written(m.changes)
+                weight_changes.mark_written(m.changes)
 
 
 def _stored(members: Sequence[ParamState]) -> list[tuple[ParamState, Tensor]]:
@@ -160,8 +161,8 @@ class WriteRecord:
     def __init__(self) -> None:
         self._masters = StoredMasters()
         self._last_seen: dict[Tensor, _WeightSnapshot] = {}
-        self._away: dict[Tensor, _WeightSnapshot] = {}  # offloaded weights
-        # Arguments of `note`, and the resulting (param, place) of each weight to watch.
+        self._offloaded: dict[Tensor, _WeightSnapshot] = {}  # offloaded weights
+        # Arguments of `note`, and the resulting (param, memory_owner) of each weight to watch.
         self._watched: tuple[Any, list[tuple[Tensor, Tensor]]] = (None, [])
 
     def mark(self, members: Sequence[ParamState]) -> None:
@@ -171,9 +172,9 @@ class WriteRecord:
         for m in members if self._last_seen else ():
             seen = self._last_seen.get(m.param)
             if seen is not None and seen.differs(
-                _WeightSnapshot.of(m.param, m.param if seen.place is seen.param else m.place)
+                _WeightSnapshot.of(m.param, m.param if seen.memory_owner is seen.param else m.memory_owner)
             ):
-                weight_changes.written(m.changes)
+                weight_changes.mark_written(m.changes)
 
     def note(self, members: Sequence[ParamState], ignoring: bool) -> None:
         """Stores the current version counters and addresses. ignoring: whether on_external_write="ignore". Steps then
@@ -181,14 +182,14 @@ class WriteRecord:
         self._masters.note(members)
         of = (members, ignoring)
         if self._watched[0] is None or self._watched[0][0] is not members or self._watched[0][1] != ignoring:
-            self._watched = of, [(m.param, m.place) for m in members if ignoring or m.kinds.master is None]
-        self._last_seen = {p: _WeightSnapshot.of(p, place) for p, place in self._watched[1]}
+            self._watched = of, [(m.param, m.memory_owner) for m in members if ignoring or m.kinds.master is None]
+        self._last_seen = {p: _WeightSnapshot.of(p, memory_owner) for p, memory_owner in self._watched[1]}
 
-    def moved(self, params: Iterable[Tensor], away: bool) -> None:
-        """Notes that weights were offloaded (away), or are back with their content. The new address is no write."""
+    def moved(self, params: Iterable[Tensor], offloaded: bool) -> None:
+        """Notes that weights were offloaded, or else are back with their content. The new address is no write."""
         for p in params:
-            if away and p in self._last_seen:
-                self._away[p] = self._last_seen.pop(p)
-            elif not away and p in self._away:
-                seen = self._away.pop(p)
-                self._last_seen[p] = _WeightSnapshot.of(seen.param, seen.place)
+            if offloaded and p in self._last_seen:
+                self._offloaded[p] = self._last_seen.pop(p)
+            elif not offloaded and p in self._offloaded:
+                seen = self._offloaded.pop(p)
+                self._last_seen[p] = _WeightSnapshot.of(seen.param, seen.memory_owner)

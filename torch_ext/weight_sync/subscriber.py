@@ -48,7 +48,7 @@ class WeightSubscriber:
         receiver = ctypes.c_void_p()
         delta_library.call("open", len(table), table, len(pieces), pieces, ctypes.addressof(receiver))
         address = receiver.value or 0
-        weakref.finalize(self, delta_library.brief("close", None), address)
+        weakref.finalize(self, delta_library.receiver_function("close", None), address)
         return address
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -60,7 +60,7 @@ class WeightSubscriber:
     @property
     def version(self) -> int:
         """The version of the weights: that of the last applied delta."""
-        return int(delta_library.brief("version", ctypes.c_int64)(self._receiver))
+        return int(delta_library.receiver_function("version", ctypes.c_int64)(self._receiver))
 
     @torch.no_grad()
     def apply(self, delta_or_parts: Bytes | Iterable[Bytes], verify: Literal["touched", "full"] = "touched") -> None:
@@ -112,4 +112,4 @@ def merge_deltas(deltas: Iterable[Bytes]) -> bytes:
     merged = delta_library.DeltaMessage()
     with delta_library.messages(list(deltas)) as messages:
         delta_library.call("merge", len(messages), messages, merged)
-    return delta_library.taken(merged)
+    return delta_library.take_bytes(merged)

@@ -43,7 +43,9 @@ class HostPlan:
         self.members = list(members)
         self._buffers, self._copies = buffers, buffers.copies
         stored = [m.stored() for m in members]
-        self.memory = FixedMemory([*(m.place for m in members), *(t for row in stored for t in row if t is not None)])
+        self.memory = FixedMemory(
+            [*(m.memory_owner for m in members), *(t for row in stored for t in row if t is not None)]
+        )
         # A weight that isn't dense is stepped as a contiguous copy on its device.
         weights = [m.weight.detach() for m in members]
         self._layouts = list(map(dense.dense_or_empty, weights))
@@ -117,7 +119,7 @@ class HostPlan:
     def _on_host(self, scalars: Sequence[Tensor]) -> list[Tensor]:
         """Starts to copy the step's scalars to the host; returns the copies."""
         here = self._buffers.take("scalars", 4 * len(scalars)).view(torch.float32)
-        on_host = [here[i : i + 1] if scalar.numel() else dense.NONE for i, scalar in enumerate(scalars)]
+        on_host = [here[i : i + 1] if scalar.numel() else dense.EMPTY for i, scalar in enumerate(scalars)]
         there = [(to, scalar.view(-1)) for to, scalar in zip(on_host, scalars, strict=True) if scalar.numel()]
         self._copies.to_host([to for to, _ in there], [scalar for _, scalar in there])
         return on_host

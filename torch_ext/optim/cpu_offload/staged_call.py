@@ -66,7 +66,7 @@ class Call:
         self._meta = torch.tensor(meta, dtype=torch.int64, device="cpu")
         self._arguments = to = AdamWArguments(len(rows))
         to.point_states(rows)
-        self._params = (adamw_args.TensorArgument * len(rows))(*map(adamw_args.elsewhere, weights))
+        self._params = (adamw_args.TensorArgument * len(rows))(*map(adamw_args.device_argument, weights))
         self._grads = (adamw_args.TensorArgument * len(rows))()
         to.params, to.grads = ctypes.addressof(self._params), ctypes.addressof(self._grads)
         to.meta = self._meta.data_ptr()
@@ -80,7 +80,7 @@ class Call:
         name."""
         to, error = self._arguments, library.Error()
         self._settings = settings  # keeps alive the memory to which the arguments point
-        self._grads[:] = list(map(adamw_args.elsewhere, grads))
+        self._grads[:] = list(map(adamw_args.device_argument, grads))
         to.n_groups, to.groups = len(settings.groups), settings.groups.data_ptr()
         to.point("lrs", settings.lrs)
         to.seed, to.moment_rounding, to.weight_rounding = settings.shared

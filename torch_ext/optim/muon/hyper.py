@@ -35,7 +35,7 @@ class _MuonGroup(library.Struct):
 
 @functools.cache
 def _check_group() -> Callable[[Any, bytes], None]:
-    return library.function("tx_muon_check_group", ctypes.c_void_p, ctypes.c_char_p, brief=True)
+    return library.function("tx_muon_check_group", ctypes.c_void_p, ctypes.c_char_p, keep_gil=True)
 
 
 def refuse(group: Group, where: str) -> None:

@@ -71,7 +71,7 @@ class Exchange:
             world=self._world,
             rank=owners.rank,
         )
-        bytes_of = library.function("tx_muon_exchange_bytes", ctypes.c_void_p, restype=ctypes.c_int64, brief=True)
+        bytes_of = library.function("tx_muon_exchange_bytes", ctypes.c_void_p, restype=ctypes.c_int64, keep_gil=True)
         self._memory = (ctypes.c_int64 * (bytes_of(ctypes.byref(self._args)) // 8))()
         self._machine = ctypes.c_void_p()
         self._reasons: dict[int, str] = {}  # index of a matrix that failed -> why
@@ -80,7 +80,7 @@ class Exchange:
         """Yields the actions of one step in their order. Each must be done before the next one is asked for."""
         pointer = ctypes.c_void_p
         init = library.function("tx_muon_exchange_init", pointer, pointer, pointer)
-        follow = library.function("tx_muon_exchange_next", pointer, pointer, restype=ctypes.c_int32, brief=True)
+        follow = library.function("tx_muon_exchange_next", pointer, pointer, restype=ctypes.c_int32, keep_gil=True)
         init(self._memory, ctypes.byref(self._args), ctypes.byref(self._machine))
         self._reasons.clear()
         action = Action()
@@ -108,14 +108,14 @@ class Exchange:
             "tx_muon_exchange_sizes",
             *(ctypes.c_void_p, int64, ctypes.c_void_p, ctypes.c_void_p),
             restype=None,
-            brief=True,
+            keep_gil=True,
         )
         found(self._machine, in_round, come, go)
         return list(come), list(go)
 
     def fail(self, in_round: int, rank: int, reason: str) -> None:
         """Reports that the products of a rank's matrix in this round failed. Every rank reports the same failures."""
-        call = library.function("tx_muon_exchange_fail", ctypes.c_void_p, ctypes.c_int64, restype=None, brief=True)
+        call = library.function("tx_muon_exchange_fail", ctypes.c_void_p, ctypes.c_int64, restype=None, keep_gil=True)
         matrix = self._matrix_index(in_round, rank)
         self._reasons[matrix] = reason
         call(self._machine, matrix)
@@ -123,16 +123,16 @@ class Exchange:
     def failed(self) -> tuple[CutMatrix, str] | None:
         """Returns the first matrix that failed, and why: the same on all ranks once the step is done. None: none
         failed."""
-        first = library.function("tx_muon_exchange_failed", ctypes.c_void_p, restype=ctypes.c_int64, brief=True)(
+        first = library.function("tx_muon_exchange_failed", ctypes.c_void_p, restype=ctypes.c_int64, keep_gil=True)(
             self._machine
         )
         return None if first < 0 else (self._matrices[first], self._reasons[first])
 
     def _matrix_index(self, in_round: int, rank: int) -> int:
         int64 = ctypes.c_int64
-        found = library.function("tx_muon_exchange_matrix", ctypes.c_void_p, int64, int64, restype=int64, brief=True)(
-            self._machine, in_round, rank
-        )
+        found = library.function(
+            "tx_muon_exchange_matrix", ctypes.c_void_p, int64, int64, restype=int64, keep_gil=True
+        )(self._machine, in_round, rank)
         return int(found)
 
 

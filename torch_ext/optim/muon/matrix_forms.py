@@ -112,7 +112,7 @@ class Chooser:
 
     def refuse_unused(self, groups: Sequence[dict[str, Any]]) -> None:
         """Raises ValueError for a name, a pattern, a module or a type that selects none of the parameters."""
-        params, keys = param_groups.everyone(list(groups)), param_groups.keys(list(groups))
+        params, keys = param_groups.all_params(list(groups)), param_groups.keys(list(groups))
         names = [key if isinstance(key, str) else None for key in keys]
         for selection in (self._given, *(selection for selection, _ in self._split.values())):
             selection.flags(params, names, complete=True)

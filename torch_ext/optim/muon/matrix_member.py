@@ -132,7 +132,7 @@ class MatrixMember:
 
     def _step_outputs(self) -> list[list[Tensor]]:
         """Returns the arguments changed, moved, distances, emas, ema_lows and healths of muon_update_."""
-        found = self.state.left_behind()
+        found = self.state.step_outputs()
         return [[] if one is None else [dense.flat(one).view(-1)] for one in found]
 
     def _rates(self) -> Tensor:
@@ -140,7 +140,7 @@ class MatrixMember:
         lr, decay = float(self.group["lr"]), float(self.group["weight_decay"])
         match = int(self.group["adjust_lr_fn"] == "match_rms_adamw")
         ratio_of = library.function(
-            "tx_muon_lr_ratio", ctypes.c_int64, ctypes.c_int64, ctypes.c_int32, restype=ctypes.c_double, brief=True
+            "tx_muon_lr_ratio", ctypes.c_int64, ctypes.c_int64, ctypes.c_int32, restype=ctypes.c_double, keep_gil=True
         )
         of_pieces = (self.matrices[p.matrix] for p in self.pieces)
         rows = [(lr * ratio_of(m.rows, m.columns, match), lr * decay) for m in of_pieces]

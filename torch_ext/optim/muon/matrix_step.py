@@ -65,7 +65,7 @@ class MatrixStep:
             for m in members
         ]
         self._checked: dict[int, list[Any]] = {}  # group -> hyper-parameters that were found legal
-        self.memory = FixedMemory([m.place for m in members])
+        self.memory = FixedMemory([m.memory_owner for m in members])
         self._groups = list(dict.fromkeys(m.sharing.group for m in self._members if m.sharing is not None))
         self._plans: dict[Any, _GroupPlan] = {}  # process group -> plan; created by the first step
         self._agreed: dict[Any, Owners] = vars(optimizer).setdefault("_owners_agreed", {})
@@ -80,10 +80,10 @@ class MatrixStep:
         if found_inf.numel():
             return
         stats, first_bad = grads_stats.of(self._in_order(grads), grads[0].device)
-        first = int(first_bad) if int(stats[grads_stats.NONFINITE]) else grads_stats.NOBODY
+        first = int(first_bad) if int(stats[grads_stats.NONFINITE]) else grads_stats.NO_POSITION
         for group in dict.fromkeys(m.sharing.group for m in self._members if m.sharing and m.sharing.runs is not None):
             first = agreed_smallest(first, group, "whether gradients are finite", self._members[0].device)
-        if first != grads_stats.NOBODY:
+        if first != grads_stats.NO_POSITION:
             raise RuntimeError(
                 f"the gradient of {self._members[first].name} is not finite: one such element makes a whole matrix of "
                 "Muon's so. Nothing was stepped. skip_nonfinite=True leaves such steps out, and counts them"
@@ -110,7 +110,7 @@ class MatrixStep:
         self._products.reserve(self._members)
         self._make_plans()
         by_member = dict(zip(self._members, self._in_order(grads), strict=True))
-        external = masters.MODES[on_external_write]
+        external = masters.EXTERNAL_MODES[on_external_write]
         options = StepScalars(*shared, grad_scale, clip_coef, external, found_inf, self._averaging)
         return MatrixRun(self._plans, self._products, by_member, options, skipped)
 

@@ -104,7 +104,7 @@ class Muon(Adam):
         self._chooser = Chooser(adamw_params, split, params if isinstance(params, nn.Module) else None)
         if isinstance(params, nn.Module):
             params = params.named_parameters()
-        params = param_groups.taken(params)
+        params = param_groups.as_lists(params)
         policy = policy_for(params, policy, states, min_8bit_size)
         hyper_parameters.refuse_optimizer(policy, ("muon",), type(self).__name__)
         lr = start(lr, policy, "lr")
@@ -169,7 +169,7 @@ def _refuse_shared(group: Any, groups: list[dict[str, Any]]) -> None:
     members = group.get("params", ()) if isinstance(group, dict) else ()
     if not isinstance(members, list | tuple):
         return
-    known = dict(zip(map(id, param_groups.everyone(groups)), param_groups.names(groups), strict=True))
+    known = dict(zip(map(id, param_groups.all_params(groups)), param_groups.names(groups), strict=True))
     for i, member in enumerate(members):
         name, p = (repr(member[0]), member[1]) if isinstance(member, tuple) else (f"parameter {i}", member)
         if id(p) in known:

@@ -64,7 +64,7 @@ def operations(rows: int, columns: int, steps: int, kind: str, dtype: torch.dtyp
     machine, unless `panel`, the panel width of symmetric products, is given."""
     int64 = ctypes.c_int64
     count: Callable[..., float] = library.function(
-        "tx_muon_operations", int64, int64, int64, ctypes.c_int32, int64, int64, restype=ctypes.c_double, brief=True
+        "tx_muon_operations", int64, int64, int64, ctypes.c_int32, int64, int64, restype=ctypes.c_double, keep_gil=True
     )
     return count(rows, columns, steps, ITERATIONS.index(kind), RESTART[dtype], panel)
 
@@ -75,7 +75,7 @@ def lanes(rows: int, columns: int, dtype: torch.dtype, threads: int) -> int:
     after the other, each by all threads."""
     int64 = ctypes.c_int64
     count: Callable[..., int] = library.function(
-        "tx_muon_lanes", int64, int64, ctypes.c_int32, int64, restype=int64, brief=True
+        "tx_muon_lanes", int64, int64, ctypes.c_int32, int64, restype=int64, keep_gil=True
     )
     return count(rows, columns, native_dtypes.code_of(dtype), threads)
 

@@ -34,7 +34,7 @@ def planned(sizes: Sequence[float], ranks: int) -> tuple[list[int], int]:
     """Returns the owner of each matrix, and the fingerprint of this assignment. sizes: operations of each matrix."""
     n, int64, pointer = len(sizes), ctypes.c_int64, ctypes.c_void_p
     owners, fingerprint = (ctypes.c_int32 * max(n, 1))(), int64()
-    room_of = library.function("tx_plan_owners_bytes", int64, int64, restype=int64, brief=True)
+    room_of = library.function("tx_plan_owners_bytes", int64, int64, restype=int64, keep_gil=True)
     room = (int64 * -(-room_of(n, ranks) // 8))()
     plan = library.function("tx_plan_owners", int64, pointer, int64, pointer, pointer, pointer)
     plan(n, (ctypes.c_double * max(n, 1))(*sizes), ranks, room, owners, ctypes.byref(fingerprint))
@@ -58,7 +58,9 @@ class Owners:
         self.of, plan = planned(sizes, group.size())
         """Matrix -> its owner's rank in the group."""
         n, int64, pointer = len(matrices), ctypes.c_int64, ctypes.c_void_p
-        fingerprint = library.function("tx_muon_fingerprint", int64, int64, pointer, pointer, restype=int64, brief=True)
+        fingerprint = library.function(
+            "tx_muon_fingerprint", int64, int64, pointer, pointer, restype=int64, keep_gil=True
+        )
         self._refuse_differing(
             fingerprint(plan, n, (CMatrix * max(n, 1))(*matrices), (int64 * max(n, 1))(*map(_signed, ids)))
         )

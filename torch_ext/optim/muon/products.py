@@ -28,7 +28,7 @@ def norm_of(x: Tensor) -> float:
     finite."""
     stats, _ = grads_stats.of([x], x.device)
     norm, unused = x.new_zeros((), dtype=torch.float64), x.new_zeros(2, dtype=torch.float32)
-    ops.call_unversioned("grad_norm_", stats, dense.NONE, math.inf, norm, unused[0], unused[1])
+    ops.call_unversioned("grad_norm_", stats, dense.EMPTY, math.inf, norm, unused[0], unused[1])
     return float(norm)
 
 

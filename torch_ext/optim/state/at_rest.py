@@ -46,7 +46,7 @@ def _blocks(source: EncodedState, begin: int, end: int, numel: int) -> Scaled | 
     return Scaled(codes, scales, FORMATS[source.key], begin - first * constants.BLOCK)
 
 
-def assigned(t: Tensor, found: Scaled) -> bool:
+def assign_blocks(t: Tensor, found: Scaled) -> bool:
     """Copies the blocks of `found`, which has the elements of t in the same memory order, to t. The result is that of
     decoding and encoding them. Returns False, and writes nothing, where t has no blocks of the same form.
 
@@ -70,7 +70,7 @@ def assigned(t: Tensor, found: Scaled) -> bool:
         if part.start < part.stop:
             of_part = slice(part.start // blocks, -(-part.stop // blocks))
             edge = found._replace(codes=found.codes[part], scales=found.scales[of_part])
-            source.write(begin + part.start, decoded(edge, part.stop - part.start))
+            source.write(begin + part.start, decode_blocks(edge, part.stop - part.start))
     return True
 
 
@@ -82,11 +82,11 @@ def _own_blocks(t: Tensor) -> Scaled | None:
     return found if found is not None and found.skip == 0 and found.codes.numel() == t.numel() else None
 
 
-def decoded(found: Scaled, numel: int) -> Tensor:
+def decode_blocks(found: Scaled, numel: int) -> Tensor:
     """Returns the `numel` elements of the range, fp32 and flat. RuntimeError or TypeError where codes and scales do not
     fit each other."""
     values = torch.empty(found.codes.numel(), dtype=torch.float32, device="cpu")
-    options = (dense.NONE, found.format, constants.NEAREST, 0, 0)
+    options = (dense.EMPTY, found.format, constants.NEAREST, 0, 0)
     ops.call("cast_", [found.codes], [values], [found.scales], [], *options)
     return values[found.skip : found.skip + numel]
 
@@ -96,28 +96,28 @@ class Remainder(NamedTuple):
 
     remainder: Tensor
     """int16, as master_encode_ makes it."""
-    others: Tensor
+    exceptions: Tensor
     """int64: indices of elements that weight and remainder do not give exactly: one in 10^5, and where the weight was
     modified outside the optimizer."""
     bits: Tensor
     """int32: the bits of these elements."""
 
 
-def beside(master: Tensor, weight: Tensor) -> Remainder | None:
+def encode_remainder(master: Tensor, weight: Tensor) -> Remainder | None:
     """Encodes a master by its weight, both flat; None where many elements do not round to their weights."""
     rounded, remainder = weight.clone(), torch.empty_like(master, dtype=torch.int16)
     ops.call("master_encode_", [master], [rounded], [remainder])
     none = torch.empty(0, dtype=torch.int64, device="cpu")
     made = master_of(weight, Remainder(remainder, none, none.to(torch.int32)))
-    others = (made.view(torch.int32) != master.view(torch.int32)).nonzero().view(-1)
-    if others.numel() > master.numel() // 64:
+    exceptions = (made.view(torch.int32) != master.view(torch.int32)).nonzero().view(-1)
+    if exceptions.numel() > master.numel() // 64:
         return None
-    return Remainder(remainder, others, master.view(torch.int32)[others])
+    return Remainder(remainder, exceptions, master.view(torch.int32)[exceptions])
 
 
 def master_of(weight: Tensor, found: Remainder) -> Tensor:
-    """Returns the master, flat. IndexError where `others` has an index outside of it."""
+    """Returns the master, flat. IndexError where `exceptions` has an index outside of it."""
     master = torch.empty_like(weight, dtype=torch.float32)
     ops.call("master_decode_", [weight], [found.remainder], [master])
-    master.view(torch.int32)[found.others] = found.bits
+    master.view(torch.int32)[found.exceptions] = found.bits
     return master

@@ -27,7 +27,7 @@ class Averaging(NamedTuple):
                         f"{name}={value!r} without ema_decay keeps no average: pass ema_decay=0.9999, say, or leave "
                         f"{name} out"
                     )
-            return NONE
+            return NO_AVERAGING
         if dtype not in DTYPES:
             raise ValueError(
                 f"ema_dtype is {dtype!r}; torch.bfloat16, '24bit' (bfloat16 and 8 more bits) and torch.float32 are "
@@ -39,9 +39,9 @@ class Averaging(NamedTuple):
             raise ValueError(f"ema_decay is {decay!r}; a number in [0, 1), 0.9999 say, or None (no average) is legal")
         return cls(dtype, float(decay), every)
 
-    def begun(self, state: Mapping[str, Any]) -> bool:
+    def has_begun(self, state: Mapping[str, Any]) -> bool:
         """Whether a step has started the average of the parameter with this state. Waits for its device."""
         return float(state.get("step", 0)) >= self.every
 
 
-NONE = Averaging()
+NO_AVERAGING = Averaging()

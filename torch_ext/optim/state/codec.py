@@ -104,7 +104,7 @@ def scales_of(state: Mapping[str, Tensor], kinds: StateDtypes, moment: str) -> T
 
 
 def _cast(source: Tensor, target: Tensor, source_scales: list[Tensor], target_scales: list[Tensor], form: int) -> None:
-    options = (dense.NONE, form, constants.NEAREST, 0, 0)
+    options = (dense.EMPTY, form, constants.NEAREST, 0, 0)
     ops.call("cast_", [source], [target], source_scales, target_scales, *options)
 
 

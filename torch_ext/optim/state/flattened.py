@@ -23,7 +23,7 @@ class _LogicalKeys:
     """The attributes of an optimizer that torch's function reads, with the keys of logical states."""
 
     def __init__(self, optimizer: StatefulOptimizer) -> None:
-        self.param_groups = keep_32bit.without(optimizer.param_groups)
+        self.param_groups = keep_32bit.without_own_keys(optimizer.param_groups)
         self.state = {
             p.param: ("step", *p.kinds.logical()) if first_moment(p.stored) is not None else tuple(p.stored)
             for p in params_of(optimizer)

@@ -19,7 +19,7 @@ class Gathers:
         self._left = list(filter(None, found))
         self._begun: list[Work] = []
         for owner in dict.fromkeys(owner for owner, _ in self._left):
-            owner.refuse_gone(doing)
+            owner.check_process_group(doing)
 
     def run(self) -> None:
         """Runs the all-gathers. Collective. A call after an interrupted one continues where that stopped."""

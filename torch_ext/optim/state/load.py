@@ -100,7 +100,7 @@ def encode_for_load(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) ->
             step = torch.tensor(float(entry["step"]), dtype=torch.float32, device=target.weight.device)
             loaded[key] = EncodedEntry({"step": step, **(states[key] or new[key])}, target.host)
     losses.warn()
-    groups = keep_32bit.with_own(state_dict["param_groups"], optimizer.param_groups)
+    groups = keep_32bit.with_own_keys(state_dict["param_groups"], optimizer.param_groups)
     return {**state_dict, "state": loaded, "param_groups": groups}
 
 

@@ -48,7 +48,7 @@ def seed_masters(members: Sequence["ParamState"], keys: Sequence[str | int], sta
     for m, master in zip(members, wanted, strict=True):
         _refuse_mismatch(m, master)
     for m in members:
-        weight_changes.written(m.changes)  # checksums will not show this write: they are renewed below
+        weight_changes.mark_written(m.changes)  # checksums will not show this write: they are renewed below
     return sum(_store_master(m, master) for m, master in zip(members, wanted, strict=True))
 
 
@@ -117,7 +117,7 @@ def _leave(
     written = {param: memory.leave() for param, memory in swapped.items()}
     converted: list[tuple[str, Tensor, Tensor]] = []
     for m, master in zip(members, wide, strict=True):
-        weight_changes.written(m.changes)
+        weight_changes.mark_written(m.changes)
         value = written.get(m.param, master)
         if not _is_like(value, master):
             converted.append((m.name, value, master))
@@ -167,6 +167,6 @@ def _write_back(m: "ParamState", master: Tensor) -> None:
     else:
         if own.data_ptr() != wide.data_ptr():
             own.copy_(wide.view(-1))
-        ops.call("cast_", [wide], [weight], [], [], dense.NONE)
+        ops.call("cast_", [wide], [weight], [], [], dense.EMPTY)
     codec.renew_checksum(weight, m.state, m.kinds)
     m.weight.detach().copy_(dense.view_like(m.master, weight.view(-1), 0))

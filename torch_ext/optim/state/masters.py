@@ -16,7 +16,7 @@ from torch_ext.tensors import dense
 
 # on_external_write -> what the step's operator does where checksums differ. For "error" weights are checked before the
 # step, so that the operator itself need not.
-MODES = {
+EXTERNAL_MODES = {
     "ignore": constants.EXTERNAL_IGNORE,
     "resync": constants.EXTERNAL_RESYNC,
     "error": constants.EXTERNAL_IGNORE,
@@ -55,7 +55,7 @@ def _note_written(members: Sequence[ParamState], changed: Tensor) -> None:
     if any(m.changes for m in members):
         for m, n in zip(members, changed.tolist(), strict=True):
             if n:
-                weight_changes.written(m.changes)
+                weight_changes.mark_written(m.changes)
 
 
 def modified(members: Sequence[ParamState]) -> Tensor:
@@ -79,7 +79,7 @@ def _run(
     chosen = [m.kinds.master in among for m in members]
     for device in dict.fromkeys(m.master.device for m in itertools.compress(members, chosen)):
         here = [one and m.master.device == device for m, one in zip(members, chosen, strict=True)]
-        rows = [_row(m) if one else (dense.NONE,) * 3 for m, one in zip(members, here, strict=True)]
+        rows = [_row(m) if one else (dense.EMPTY,) * 3 for m, one in zip(members, here, strict=True)]
         if any(weight.numel() for weight, _, _ in rows):
             weights, masters, checksums = (list(column) for column in zip(*rows, strict=True))
             found = counts if counts.device == device else torch.zeros_like(counts, device=device)

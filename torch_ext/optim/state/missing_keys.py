@@ -139,7 +139,7 @@ class _Described(NamedTuple):
     properties: _Properties
 
 
-def weights_beside(state_dict: Mapping[str, Any]) -> dict[str, str]:
+def weight_keys_of_masters(state_dict: Mapping[str, Any]) -> dict[str, str]:
     """Returns key of master -> key of weights, for the masters in a flattened state dict that also has the weights."""
     roots = {m[1] for m in map(_OPTION.match, state_dict) if m is not None and m[3] == "param_id"}
     of_optimizer = tuple(f"{root}{part}" for root in roots for part in ("state.", "param_groups."))

@@ -80,5 +80,5 @@ def address_signature(tensors: Sequence[Tensor]) -> int:
 
 def _signature_of(words: list[int]) -> int:
     int64 = ctypes.c_int64
-    hash_words = library.function("tx_signature", int64, ctypes.POINTER(int64), restype=int64, brief=True)
+    hash_words = library.function("tx_signature", int64, ctypes.POINTER(int64), restype=int64, keep_gil=True)
     return int(hash_words(len(words), (int64 * len(words))(*words)))

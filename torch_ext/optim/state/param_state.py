@@ -37,12 +37,12 @@ class ParamState(NamedTuple):
         return self.local.weight
 
     @property
-    def beside(self) -> Tensor:
+    def weight_on_state_device(self) -> Tensor:
         """The weight on the device of its state."""
         return self.weight.detach().cpu() if self.host else self.weight.detach()
 
     @property
-    def place(self) -> Tensor:
+    def memory_owner(self) -> Tensor:
         """The tensor whose address changes when the weight gets other memory."""
         return self.weight if is_dtensor(self.param) else self.param
 
@@ -63,10 +63,10 @@ class ParamState(NamedTuple):
         tensor."""
         keys = ("exp_avg", "exp_avg_sq", self.kinds.master, "scales", "step", "checksum")
         found = [self.state.get(key) if key else None for key in keys]
-        *changes, average, low, health = self.left_behind()
+        *changes, average, low, health = self.step_outputs()
         return [*found, *changes, average, health, low]
 
-    def left_behind(self) -> list[Tensor | None]:
+    def step_outputs(self) -> list[Tensor | None]:
         """Returns the further outputs of a step, each None unless it is wanted: changed, moved, distance, ema, ema_low,
         health."""
         changes = [self.changes.get(key) for key in weight_changes.KEYS]
@@ -79,7 +79,7 @@ AllGatherTarget: TypeAlias = Union["tuple[GradientReducer, int]", None]
 
 
 def gather_of(member: ParamState, owner: "GradientReducer | None") -> AllGatherTarget:
-    bucket = member.local.bucket
+    bucket = member.local.gather_bucket
     return None if owner is None or bucket is None else (owner, bucket)
 
 

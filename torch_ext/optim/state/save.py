@@ -25,7 +25,7 @@ def logical(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[st
         found: dict[Any, Any] = {p.index: entry_of(p) for p in params if first_moment(p.stored) is not None}
     indices = {p.index for p in params}
     rest = {key: value for key, value in state_dict["state"].items() if key not in indices}
-    own_groups = keep_32bit.without(state_dict["param_groups"])
+    own_groups = keep_32bit.without_own_keys(state_dict["param_groups"])
     return {**state_dict, "state": found | rest, "param_groups": own_groups}
 
 
@@ -88,7 +88,7 @@ def averages(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[A
     found: dict[Any, Any] = {}
     for p, key in zip(params_of(optimizer), param_groups.keys(optimizer.param_groups), strict=True):
         entry = state_dict["state"].get(p.index, {})
-        average = entry[EMA] if EMA in entry and optimizer.averaging.begun(entry) else _weight_of(p)
+        average = entry[EMA] if EMA in entry and optimizer.averaging.has_begun(entry) else _weight_of(p)
         found[key] = average if average.dtype == torch.float32 else average.to(torch.float32)
     return found
 
@@ -108,7 +108,7 @@ def consolidated(optimizer: StatefulOptimizer, state_dict: dict[str, Any], to: i
             for key, value in entry.items():
                 if key != "step" and (p := params.get(index)) is not None:
                     what = f"{key} of {p.name}"
-                    value = whole(p.param, p.local, value, to, p.cut, f"consolidate_state_dict(): {what}")
+                    value = gather_whole(p.param, p.local, value, to, p.cut, f"consolidate_state_dict(): {what}")
                     if receives and index in cuts:
                         value = large_tensor.consolidated(value, cuts[index], what)
                 if receives:
@@ -142,7 +142,9 @@ def _rank() -> int:
     return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 
 
-def whole(like: Tensor, local: local_shard.LocalShard, value: Any, to: int | None, cut: bool, what: str) -> Tensor:
+def gather_whole(
+    like: Tensor, local: local_shard.LocalShard, value: Any, to: int | None, cut: bool, what: str
+) -> Tensor:
     """Returns the whole tensor of which `value` is this rank's part, where the parameter is cut or a DTensor; else
     `value`. like: has the parameter's shape and memory order. to: see `consolidated`. what: the call, for messages.
     Collective."""
@@ -151,7 +153,7 @@ def whole(like: Tensor, local: local_shard.LocalShard, value: Any, to: int | Non
             return value.full_tensor()
     if not cut:
         return value
-    full = dense.like(like, value.dtype)
+    full = dense.zeros_in_order_of(like, value.dtype)
     flat = dense.flat(full).view(-1)
     for begin, values in ranges(value.handle.source):
         flat[local.offset + begin : local.offset + begin + values.numel()] = values

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_ext.optim.state import codec
 from torch_ext.optim.state.state_dtypes import FORMATS, GRAIN, StateDtypes
 from torch_ext.tensors import dense
-from torch_ext.tensors.offload_guard import present
+from torch_ext.tensors.offload_guard import check_present
 
 _RANGE = 1 << 17  # the largest number of elements that are decoded or encoded at a time
 assert _RANGE % GRAIN == 0
@@ -44,10 +44,10 @@ class PlainState:
 
     def read(self, begin: int, end: int) -> Tensor:
         """Returns a view."""
-        return present(self.flat, _WHAT)[begin:end]
+        return check_present(self.flat, _WHAT)[begin:end]
 
     def write(self, begin: int, values: Tensor) -> None:
-        present(self.flat, _WHAT)[begin : begin + values.numel()].copy_(values)
+        check_present(self.flat, _WHAT)[begin : begin + values.numel()].copy_(values)
 
     def flush(self) -> None:
         """Does nothing: writes are never pending here."""
@@ -93,8 +93,8 @@ class EncodedState:
 
     def _slice(self, begin: int, end: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the weight and views of the stored state for [begin, end). See `codec.state_slice`."""
-        present(self.state[self.kinds.first], _WHAT)
-        weight = dense.flat(present(self.weight, _WHAT)).view(-1)[begin:end].to(self.device)
+        check_present(self.state[self.kinds.first], _WHAT)
+        weight = dense.flat(check_present(self.weight, _WHAT)).view(-1)[begin:end].to(self.device)
         return weight, codec.state_slice(self.state, self.kinds, begin, end)
 
     def read(self, begin: int, end: int) -> Tensor:

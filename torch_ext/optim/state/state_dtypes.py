@@ -93,7 +93,7 @@ class StateDtypes(NamedTuple):
         """The keys of the moments that are block-scaled."""
         return [key for key, dtype in self.moments.items() if dtype in (torch.float16, torch.uint8)]
 
-    def averaged(self, ema: "torch.dtype | str | None", dtype: torch.dtype, name: str) -> "StateDtypes":
+    def with_average(self, ema: "torch.dtype | str | None", dtype: torch.dtype, name: str) -> "StateDtypes":
         """Returns these dtypes with an average in `ema`, for a parameter in `dtype`. ValueError where the parameter has
         neither a master nor fp32 weights to average."""
         if ema is not None and self.master is None and dtype != torch.float32:

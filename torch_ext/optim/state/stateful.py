@@ -21,7 +21,7 @@ class StatefulOptimizer(Protocol):
     param_groups: list[dict[str, Any]]
     defaults: dict[str, Any]
 
-    def current_shards(self, everyone: list[Tensor]) -> ShardMap:
+    def current_shards(self, all_params: list[Tensor]) -> ShardMap:
         """Returns which part of each parameter this rank has."""
         ...
 
@@ -34,7 +34,7 @@ class StatefulOptimizer(Protocol):
         """Raises for hyper-parameters that are not legal in a group. where: for messages."""
         ...
 
-    def on_host(self, everyone: list[Tensor]) -> list[bool]:
+    def on_host(self, all_params: list[Tensor]) -> list[bool]:
         """Returns for each parameter whether it is stepped on the host (offload_fraction)."""
         ...
 
@@ -58,7 +58,7 @@ class StatefulParam:
     @cached_property
     def kinds(self) -> StateDtypes:
         kinds = StateDtypes.of(self._optimizer.policy, self.param.dtype, self.param.numel(), self.kept, self._matrix)
-        return kinds.averaged(self._optimizer.averaging.dtype, self.param.dtype, self.name)
+        return kinds.with_average(self._optimizer.averaging.dtype, self.param.dtype, self.name)
 
     @cached_property
     def stored(self) -> Mapping[str, Any]:
@@ -75,7 +75,7 @@ def params_of(optimizer: StatefulOptimizer) -> list[StatefulParam]:
     groups = optimizer.param_groups
     names, kept = param_groups.names(groups), param_groups.kept_32bit(groups)
     matrices = param_groups.are_matrices(groups)
-    shards = optimizer.current_shards(param_groups.everyone(groups))
+    shards = optimizer.current_shards(param_groups.all_params(groups))
     return [
         StatefulParam(optimizer, shards, index, name, kept[index], matrices[index]) for index, name in enumerate(names)
     ]

@@ -37,8 +37,8 @@ class Watcher(Protocol):
     def weights_move(self) -> None:
         """Called before weights may be offloaded, or loaded back."""
 
-    def weights_moved(self, params: Iterable[Tensor], away: bool) -> None:
-        """Called after weights were offloaded (away), or loaded back, with their content."""
+    def weights_moved(self, params: Iterable[Tensor], offloaded: bool) -> None:
+        """Called after weights were offloaded, or else loaded back, with their content."""
 
 
 class WeightChanges:
@@ -48,12 +48,12 @@ class WeightChanges:
         """exact: record distances, too."""
         self._exact = exact
         self._of: dict[Tensor, dict[str, Tensor]] = {}
-        self.made = 0
+        self.generation = 0
         """How often a record was created or dropped."""
         self.watcher: weakref.ref[Watcher] | None = None
         """The publisher that reads the records."""
 
-    def beside(self, param: Tensor, numel: int, device: torch.device) -> dict[str, Tensor]:
+    def record_of(self, param: Tensor, numel: int, device: torch.device) -> dict[str, Tensor]:
         """Returns the record of a parameter of which this rank has `numel` elements, on the device of its state. If
         there was a record of another size (of another part of the parameter, say), the new one says that nothing is
         known of the weights."""
@@ -67,19 +67,19 @@ class WeightChanges:
             if kept is not None:
                 made["moved"].fill_(torch.inf)
         self._of[param] = made
-        self.made += 1
+        self.generation += 1
         return made
 
     def all_written(self) -> None:
         """Called when states were loaded: marks all records, since how far weights moved is then unknown."""
         for kept in self._of.values():
-            written(kept)
+            mark_written(kept)
 
     def keep_only(self, params: set[Tensor]) -> None:
         """Drops the records of all other parameters."""
         for gone in [p for p in self._of if p not in params]:
             del self._of[gone]
-            self.made += 1
+            self.generation += 1
 
 
 def _zeros(numel: int, device: torch.device, exact: bool) -> dict[str, Tensor]:
@@ -92,7 +92,7 @@ def _zeros(numel: int, device: torch.device, exact: bool) -> dict[str, Tensor]:
     return made
 
 
-def written(kept: Mapping[str, Any]) -> None:
+def mark_written(kept: Mapping[str, Any]) -> None:
     """Marks a record after a write to weights or masters outside of a step: how far they moved is unknown."""
     if "moved" in kept:
         kept["moved"].fill_(torch.inf)

@@ -27,7 +27,7 @@ class FixedMemory:
         self._tensors = tensors
         self._addresses = list(map(Tensor.data_ptr, tensors))
 
-    def holds(self) -> bool:
+    def unchanged(self) -> bool:
         """Whether all addresses are unchanged."""
         with dense.as_plain():
             return list(map(Tensor.data_ptr, self._tensors)) == self._addresses
@@ -46,7 +46,7 @@ class SyncedVersion(NamedTuple):
 
     @classmethod
     def of(cls, member: ParamState) -> "SyncedVersion":
-        return cls(member.version, member.place.data_ptr(), member.master, member.master._version)
+        return cls(member.version, member.memory_owner.data_ptr(), member.master, member.master._version)
 
     def holds(self, member: ParamState) -> bool:
         """Whether weight and master have the same memory, and neither was written since."""
@@ -61,7 +61,7 @@ class WriteCheck:
         """synced: members whose masters are known to round to their weights; all others count as modified."""
         self._members = [m for m in members if m.kinds.master == "master_param"]
         self._params = [m.param for m in self._members]
-        self._places = [m.place for m in self._members]
+        self._memory_owners = [m.memory_owner for m in self._members]
         self._masters = [m.master for m in self._members]
         self._has_dtensors = any(map(is_dtensor, self._params))
         self._seen: list[int] | None = None  # the versions that `modified` saw last
@@ -115,7 +115,7 @@ class WriteCheck:
         return [p._version for p in self._params]
 
     def _addresses_now(self) -> list[int]:
-        return list(map(Tensor.data_ptr, self._places))
+        return list(map(Tensor.data_ptr, self._memory_owners))
 
     def _master_versions_now(self) -> list[int]:
         with dense.as_plain():

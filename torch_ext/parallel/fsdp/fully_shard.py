@@ -68,7 +68,7 @@ def shard_fully(
     `agree`. divide_factor: see FSDPReducer.
     """
     group = control.group
-    control.compresses = control.can_compress and compression.decided(policy, policy.link_gbps)  # not measured here
+    control.compresses = control.can_compress and compression.is_on(policy, policy.link_gbps)  # not measured here
     own = not fsdp_modules(model)
     _same_weights(model, group)
     if own:

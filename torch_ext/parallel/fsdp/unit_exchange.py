@@ -20,7 +20,7 @@ from torch_ext.parallel.fsdp.reduce_scatter import REDUCE, Reduction, UnitCommun
 
 # How many units' gradients are in flight at a time. More would pile up in memory if computation is faster than the
 # link; and a unit is large enough to keep the link busy while the next one is prepared.
-UNDER_WAY = 2
+UNITS_IN_FLIGHT = 2
 
 
 class Given(NamedTuple):
@@ -49,7 +49,9 @@ class UnitExchange(Exchange):
         find_unused: bool,
     ) -> None:
         """The arguments are those of FSDPReducer."""
-        options = Options(UNITS, control.rank, control.world_size, UNDER_WAY, check_for_nan, find_unused=find_unused)
+        options = Options(
+            UNITS, control.rank, control.world_size, UNITS_IN_FLIGHT, check_for_nan, find_unused=find_unused
+        )
         self.cycle = Cycle(options, names, units=[str(unit) for unit in units])
         self.params, self.names = params, names
         self.communicators = UnitCommunicators(control, number)

@@ -32,7 +32,7 @@ class ShardedGradients(ShardingStrategy):
         widen(self.params, self.plan)
         self._views = [self._owned_view(i) for i in range(len(self.params))]
         self._present = [False] * len(self.params)  # whether some rank has a gradient
-        self._held: dict[int, torch.Tensor] = {}  # gradients of buckets that were not sent yet
+        self._unsent_grads: dict[int, torch.Tensor] = {}  # gradients of buckets that were not sent yet
         self._shards_have_sums = False  # if not, the next sum overwrites the shards
 
     @property
@@ -41,7 +41,7 @@ class ShardedGradients(ShardingStrategy):
 
     def begin_backward(self, reducing: bool) -> None:
         super().begin_backward(reducing)
-        self._held.clear()  # gradients that a backward which raised left here
+        self._unsent_grads.clear()  # gradients that a backward which raised left here
 
     def _owned_view(self, i: int) -> torch.Tensor:
         if i not in self.owned:
@@ -52,7 +52,7 @@ class ShardedGradients(ShardingStrategy):
     def grad_ready(self, i: int) -> None:
         param = self.params[i]
         grad, param.grad = param.grad, None
-        self._held[i] = dense_gradient(self.plan, i, grad)
+        self._unsent_grads[i] = dense_gradient(self.plan, i, grad)
 
     def discard(self, positions: Sequence[int]) -> None:
         for i in positions:
@@ -63,13 +63,13 @@ class ShardedGradients(ShardingStrategy):
             self.grad_ready(i)
 
     def grads(self, b: int) -> list[tuple[int, torch.Tensor]]:
-        return [(p.param, self._held[p.param]) for p in self.members[b] if p.param in self._held]
+        return [(p.param, self._unsent_grads[p.param]) for p in self.members[b] if p.param in self._unsent_grads]
 
     def send(
         self, buckets: range, *, cycle: int, tag: int, label: str, on_reduced: Callable[[], None] | None = None
     ) -> Work:
-        members = [p for p in self._members_of(buckets) if p.param in self._held]
-        flats = {i: dense.in_order_of(self.params[i], self._held.pop(i)) for i in {p.param for p in members}}
+        members = [p for p in self._members_of(buckets) if p.param in self._unsent_grads]
+        flats = {i: dense.in_order_of(self.params[i], self._unsent_grads.pop(i)) for i in {p.param for p in members}}
         values = [_piece(flats[p.param], p) for p in members]
         flats.clear()
 
