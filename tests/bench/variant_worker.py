@@ -15,14 +15,19 @@ from bench import cuda_rows, optimizer_configs
 from bench.optimizer_configs import CONFIGURATIONS
 
 
+_CHUNK = 1 << 22  # elements, so that the int64 copies of a large tensor fit beside it
+
+
 def bits(training: optimizer_configs.Training) -> int:
-    """Returns a number computed from all bits of the training's tensors, which includes everything that a step
-    writes."""
+    """Returns a number computed from all bits of the training's tensors, which includes everything that a step writes.
+    Each word is multiplied by an odd number that depends on its position, so that two differences do not cancel."""
     total = 0
     for tensor in training.tensors():
         words = tensor.detach().reshape(-1)
         integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[words.element_size()]
-        total = total * 31 + int(words.view(integers).sum(dtype=torch.int64))
+        for i, chunk in enumerate(words.view(integers).split(_CHUNK)):
+            factors = torch.arange(1, 2 * chunk.numel() + 1, 2, device=chunk.device) * (2 * i + 1)
+            total = total * 31 + int((chunk.to(torch.int64) * factors).sum())
     return total % (1 << 61)
 
 
