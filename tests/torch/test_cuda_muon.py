@@ -1,7 +1,7 @@
 """Muon on a GPU, as Python drives it: the two passes by the library for GPUs, products by torch on the device, and what
 a step leaves behind beside states.
 
-On a stand-in (see gpu_stand_in.py) whose arithmetic is the CPU's; tests/cuda/muon_test.cc and muon_noted_test.cc show
+On a stand-in (see gpu_stand_in.py) whose arithmetic is the CPU's; tests/cuda/muon_test.cc and muon_extras_test.cc show
 that the passes' is that.
 """
 
