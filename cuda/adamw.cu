@@ -63,7 +63,7 @@ void begin(launches<Table> *l, int instance) {
   c->moment_rounding = a->moment_rounding;
   c->weight_rounding = a->weight_rounding;
   c->resyncs = a->on_external_write == TX_EXTERNAL_RESYNC;
-  c->looks = c->resyncs && samples;
+  c->compares_samples = c->resyncs && samples;
   c->n_groups = 0;
   describe(*c, a);
 }
@@ -147,9 +147,9 @@ tx_status run(const tx_cuda_scope *scope, const tx_adamw_args *a, const tx_cuda_
     return tx_fail(error, TX_ERROR_BAD_STATE,
                    "the stream is being captured, and lr would stay what it is now in every replay; pass it as a "
                    "tensor in lrs");
-  const tx_left_behind left = TX_LEFT_BEHIND_OF(a);
+  const tx_step_outputs outputs = TX_STEP_OUTPUTS_OF(a);
   for (int64_t i = 0; i < a->n; i++)
-    if (tx_has_extras(left, i)) return step_all<tx_extras_table>(scope, a, samples, error);
+    if (tx_has_extras(outputs, i)) return step_all<tx_extras_table>(scope, a, samples, error);
   return step_all<tx_plain_table>(scope, a, samples, error);
 }
 

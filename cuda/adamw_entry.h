@@ -59,9 +59,9 @@ void describe(tx_plain_entry &e, const tx_adamw_args *a, int64_t i) {
 }
 
 void describe(tx_extras_entry &e, const tx_adamw_args *a, int64_t i) {
-  const tx_left_behind left = TX_LEFT_BEHIND_OF(a);
+  const tx_step_outputs outputs = TX_STEP_OUTPUTS_OF(a);
   describe(static_cast<tx_plain_entry &>(e), a, i);
-  e.extras = tx_extras_of(left, i, 0);
+  e.extras = tx_extras_of(outputs, i, 0);
 }
 
 /* Fills in the common fields that only launches with extra outputs have. */

@@ -49,13 +49,13 @@ __device__ __forceinline__ void note_resynced(const tx_step_table &t, int32_t te
 
 /* Called by all threads of the launch's last block. */
 __device__ __forceinline__ void mark_resynced(const tx_step_table &t) {
-  if (!t.common.looks) return;
+  if (!t.common.compares_samples) return;
   uint32_t *const bits = resynced_masters[t.common.ticket];
   for (int32_t i = 0; i < t.n; i++) {
     const tx_step_entry &e = t.entries[i];
     if (!e.extras.moved || (((const volatile uint32_t *)bits)[i / 32] >> (i % 32) & 1u) == 0u) continue;
     for (int64_t block = threadIdx.x; block * TX_BLOCK < e.numel; block += blockDim.x)
-      tx_write_value((char *)e.extras.moved + 2 * block, TX_MOVED_ANYHOW);
+      tx_write_value((char *)e.extras.moved + 2 * block, TX_MOVED_UNKNOWN);
   }
   __syncthreads();
   if (threadIdx.x < kSuspectWords) bits[threadIdx.x] = 0u;

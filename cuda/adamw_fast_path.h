@@ -13,7 +13,7 @@
 
 /* Bits 15 and 31 of the result are set where a half of `word` is 0x8000; also, perhaps, where the upper half is
  * 0x8001. */
-static __device__ __forceinline__ uint32_t tx_half_ways(uint32_t word) {
+static __device__ __forceinline__ uint32_t tx_tie_bits(uint32_t word) {
   return (word - 0x80018001u) & word;
 }
 
@@ -29,29 +29,29 @@ static __device__ __forceinline__ uint32_t tx_lower_halves(uint32_t low, uint32_
  * result, and for negative remainders of zero weights, which give NaN. */
 static __device__ __forceinline__ uint32_t tx_quick_join(float (&p)[TX_VECTOR], const tx_raw &weights,
                                                          const tx_raw &remainders) {
-  uint32_t odd = 0;
+  uint32_t ties = 0;
 #pragma unroll
   for (int i = 0; i < TX_VECTOR / 2; i++) {
     const uint32_t w = weights[i], r = remainders[i];
-    odd |= tx_half_ways(r);
+    ties |= tx_tie_bits(r);
     p[2 * i] = tx_f32_from_bits((w << 16) + (uint32_t)(int32_t)(int16_t)r);
     p[2 * i + 1] = tx_f32_from_bits((w & 0xffff0000u) + (uint32_t)((int32_t)r >> 16));
   }
-  return odd;
+  return ties;
 }
 
 /* tx_remainder_split of a vector without NaN, by rounding to nearest. It is wrong for lower halves of 0x8000, which set
  * bit 15 or 31 of the result. */
 static __device__ __forceinline__ uint32_t tx_quick_split(tx_raw &weights, tx_raw &remainders,
                                                           const float (&p)[TX_VECTOR]) {
-  uint32_t odd = 0;
+  uint32_t ties = 0;
 #pragma unroll
   for (int i = 0; i < TX_VECTOR / 2; i++) {
     weights[i] = tx_quick_bf16_pair(p[2 * i], p[2 * i + 1]);
     remainders[i] = tx_lower_halves(tx_bits_from_f32(p[2 * i]), tx_bits_from_f32(p[2 * i + 1]));
-    odd |= tx_half_ways(remainders[i]);
+    ties |= tx_tie_bits(remainders[i]);
   }
-  return odd;
+  return ties;
 }
 
 /* tx_remainder_join and tx_remainder_split of any vector. */
@@ -71,8 +71,8 @@ static __device__ __forceinline__ void tx_split(tx_raw &weights, tx_raw &remaind
   }
 }
 
-static __device__ __forceinline__ bool tx_is_half_way(uint32_t odd) {
-  return (odd & 0x80008000u) != 0u;
+static __device__ __forceinline__ bool tx_has_tie(uint32_t ties) {
+  return (ties & 0x80008000u) != 0u;
 }
 
 /* -- plain -------------------------------------------------------------------------------------------------------- */
@@ -192,7 +192,7 @@ static __device__ __forceinline__ bool tx_quick_update(tx_stepped &x, const floa
     x.m[i] = moments.m;
     x.v[i] = moments.v;
     x.root[i] = tx_quick_root(x.v[i]);
-    x.p[i] = tx_adamw_moved(c, x.p[i], tx_quick_quotient(x.m[i], x.root[i] * c.rsqrt_bc2 + c.eps));
+    x.p[i] = tx_adamw_apply(c, x.p[i], tx_quick_quotient(x.m[i], x.root[i] * c.rsqrt_bc2 + c.eps));
     roots[i] = tx_bits_from_f32(x.root[i]);
     twice[i] = 2u * tx_bits_from_f32(x.m[i]) - 1u; /* large for zeros */
     m_amax = fmaxf(m_amax, fabsf(x.m[i]));         /* ignores NaN, which p_sum then detects */

@@ -93,8 +93,8 @@ __global__ void __launch_bounds__(TX_BLOCK_THREADS, 2) step(const __grid_constan
     if (blockIdx.x == 0 && threadIdx.x == 0) tx_count(t.common.skipped, 1);
     return;
   }
-  const bool looks = (WEIGHT == TX_WEIGHT_ANY || tx_master_of_weight(WEIGHT) == TX_F32) && t.common.looks;
-  if (looks) compare_samples(t);
+  const bool compares = (WEIGHT == TX_WEIGHT_ANY || tx_master_of_weight(WEIGHT) == TX_F32) && t.common.compares_samples;
+  if (compares) compare_samples(t);
   tensor_state w = {};
   w.tensor = -1;
   begin_extras();
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(TX_BLOCK_THREADS, 2) step(const __grid_constan
   for (int64_t number = tx_first_tile(); number < tiles; number += tx_tile_step()) {
     const tx_tile tile = kPrefetches ? next : tx_table_tile(t, number);
     if (kPrefetches) next = tile_or_none(t, number + tx_tile_step(), tiles);
-    enter_tensor(w, t, tile.tensor, admitted, looks);
+    enter_tensor(w, t, tile.tensor, admitted, compares);
     resynced += step_tile<WEIGHT, MOMENTS>(t, tile, next, w);
   }
   leave_extras(t, w.tensor);

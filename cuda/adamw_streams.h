@@ -17,13 +17,13 @@ struct tx_lane_elements {
 /* How the elements of a round are distributed over the lanes.
  *
  * The problem: eight consecutive fp32 of a lane are two accesses of 16 bytes. With the first one, the warp writes half
- * of each 32-byte sector, with the second one the other half. So with TX_WAY_HALVES a lane has four elements of the
+ * of each 32-byte sector, with the second one the other half. So with TX_ACCESS_HALVES a lane has four elements of the
  * round's first half and four of its second half: every access of the warp covers whole sectors. 16-bit streams are
  * then accessed 8 bytes per lane, which covers whole sectors, too. */
-enum tx_way {
-  TX_WAY_ANY,   /* any count, any address */
-  TX_WAY_WHOLE, /* TX_VECTOR consecutive elements per lane, aligned */
-  TX_WAY_HALVES /* TX_VECTOR per lane, aligned, with TX_HALVES_GAP elements between the two halves */
+enum tx_access {
+  TX_ACCESS_ANY,   /* any count, any address */
+  TX_ACCESS_WHOLE, /* TX_VECTOR consecutive elements per lane, aligned */
+  TX_ACCESS_HALVES /* TX_VECTOR per lane, aligned, with TX_HALVES_GAP elements between the two halves */
 };
 #define TX_HALVES_GAP (TX_ROUND / 2 - TX_VECTOR / 2)
 
@@ -58,29 +58,31 @@ static __device__ __forceinline__ void tx_put_half(char *to, const uint32_t *wor
   }
 }
 
-/* dtype and way: mostly compile-time constants. With TX_WAY_HALVES elements have 4 or 2 bytes. */
-static __device__ __forceinline__ void tx_get(tx_raw &raw, const void *data, const tx_dtype dtype, const tx_way way,
-                                              uint32_t alignment, const tx_lane_elements &here) {
+/* dtype and access: mostly compile-time constants. With TX_ACCESS_HALVES elements have 4 or 2 bytes. */
+static __device__ __forceinline__ void tx_get(tx_raw &raw, const void *data, const tx_dtype dtype,
+                                              const tx_access access, uint32_t alignment,
+                                              const tx_lane_elements &here) {
   const int bytes = tx_bytes_of(dtype);
-  if (way == TX_WAY_HALVES) {
+  if (access == TX_ACCESS_HALVES) {
     const char *const from = (const char *)data + bytes * here.first;
     tx_get_half(&raw[0], from, bytes);
     tx_get_half(&raw[bytes], from + bytes * (TX_ROUND / 2), bytes);
   } else {
-    const bool whole = way == TX_WAY_WHOLE;
+    const bool whole = access == TX_ACCESS_WHOLE;
     tx_read_raw(raw, data, bytes, whole ? 16u : alignment, here.first, whole ? TX_VECTOR : here.count);
   }
 }
 
-static __device__ __forceinline__ void tx_put(const tx_raw &raw, void *data, const tx_dtype dtype, const tx_way way,
-                                              uint32_t alignment, const tx_lane_elements &here) {
+static __device__ __forceinline__ void tx_put(const tx_raw &raw, void *data, const tx_dtype dtype,
+                                              const tx_access access, uint32_t alignment,
+                                              const tx_lane_elements &here) {
   const int bytes = tx_bytes_of(dtype);
-  if (way == TX_WAY_HALVES) {
+  if (access == TX_ACCESS_HALVES) {
     char *const to = (char *)data + bytes * here.first;
     tx_put_half(to, &raw[0], bytes);
     tx_put_half(to + bytes * (TX_ROUND / 2), &raw[bytes], bytes);
   } else {
-    const bool whole = way == TX_WAY_WHOLE;
+    const bool whole = access == TX_ACCESS_WHOLE;
     tx_write_raw(raw, data, bytes, whole ? 16u : alignment, here.first, whole ? TX_VECTOR : here.count);
   }
 }

@@ -19,15 +19,15 @@ namespace {
 
 constexpr int kSuspectWords = (tx_step_table::kCapacity + 31) / 32;
 
-struct look {
-  uint32_t taken, done; /* numbers of pieces */
+struct sample_comparison {
+  uint32_t claimed, done; /* numbers of pieces */
   uint32_t suspects[kSuspectWords];
 };
-__device__ look looks[TX_TICKETS + TX_CAPTURED_TICKETS];
+__device__ sample_comparison sample_comparisons[TX_TICKETS + TX_CAPTURED_TICKETS];
 
 /* Valid after compare_samples. */
 __device__ __forceinline__ bool is_suspect(const tx_step_table &t, int32_t tensor) {
-  const volatile uint32_t *const words = looks[t.common.ticket].suspects;
+  const volatile uint32_t *const words = sample_comparisons[t.common.ticket].suspects;
   return (words[tensor / 32] >> (tensor % 32) & 1u) != 0u;
 }
 
@@ -61,32 +61,32 @@ __device__ __forceinline__ void compare(const tx_step_table &t, int64_t number, 
     differs = (int32_t)lane / kSampleLanes == i ? other : differs;
   }
   if (differs && lane % kSampleLanes == 0)
-    (void)atomicOr(&looks[t.common.ticket].suspects[tile.tensor / 32], 1u << (tile.tensor % 32));
+    (void)atomicOr(&sample_comparisons[t.common.ticket].suspects[tile.tensor / 32], 1u << (tile.tensor % 32));
 }
 
 /* Compares all samples. Every thread of every block has to call it, before anything is stepped. */
 __device__ __forceinline__ void compare_samples(const tx_step_table &t) {
-  __shared__ uint32_t taken;
-  look *const l = &looks[t.common.ticket];
+  __shared__ uint32_t claimed;
+  sample_comparison *const progress = &sample_comparisons[t.common.ticket];
   const int64_t tiles = tx_table_tiles(t);
   /* About two pieces per block, each a multiple of what the block's warps compare at a time. */
   const int64_t round = TX_BLOCK_WARPS * kSamplesPerWarp, wanted = tiles / (2 * (int64_t)gridDim.x);
   const int64_t piece = (wanted + round - 1) / round * round > round ? (wanted + round - 1) / round * round : round;
   const uint32_t pieces = (uint32_t)((tiles + piece - 1) / piece);
   for (;;) {
-    if (threadIdx.x == 0) taken = atomicAdd(&l->taken, 1u);
+    if (threadIdx.x == 0) claimed = atomicAdd(&progress->claimed, 1u);
     __syncthreads();
-    const uint32_t mine = taken;
+    const uint32_t mine = claimed;
     if (mine >= pieces) break;
     const int64_t begin = (int64_t)mine * piece, end = begin + piece < tiles ? begin + piece : tiles;
     for (int64_t i = begin + (int64_t)(threadIdx.x / TX_WARP) * kSamplesPerWarp; i < end; i += round)
       compare(t, i, end);
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) (void)atomicAdd(&l->done, 1u);
+    if (threadIdx.x == 0) (void)atomicAdd(&progress->done, 1u);
   }
   if (threadIdx.x == 0) {
-    while (*(volatile uint32_t *)&l->done < pieces) {
+    while (*(volatile uint32_t *)&progress->done < pieces) {
     }
     __threadfence();
   }
@@ -95,7 +95,7 @@ __device__ __forceinline__ void compare_samples(const tx_step_table &t) {
 
 /* Called by the launch's last block, when all others are done. */
 __device__ __forceinline__ void clear_suspects(const tx_step_table &t) {
-  if (t.common.looks && threadIdx.x == 0) looks[t.common.ticket] = look{};
+  if (t.common.compares_samples && threadIdx.x == 0) sample_comparisons[t.common.ticket] = sample_comparison{};
 }
 
 }  // namespace

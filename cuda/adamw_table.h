@@ -87,8 +87,8 @@ struct tx_plain_common {
   int32_t moment_rounding, weight_rounding;
   int32_t resyncs; /* whether remainders of blocks with a changed checksum are dropped */
   int32_t n_groups;
-  int32_t ticket; /* the launch's ticket (last_block.h), from the file of its kernel */
-  int32_t looks;  /* whether samples are compared first (adamw_suspects.h); tiles are TX_SAMPLED then */
+  int32_t ticket;           /* the launch's ticket (last_block.h), from the file of its kernel */
+  int32_t compares_samples; /* whether samples are compared first (adamw_suspects.h); tiles are TX_SAMPLED then */
   tx_step_group groups[TX_STEP_GROUPS];
 };
 

@@ -15,8 +15,8 @@ namespace {
 /* Computed when the warp enters a tensor. */
 struct tensor_state {
   int32_t tensor;
-  int32_t alike; /* group and v's dtype: everything but the step that the constants depend on */
-  float before;  /* completed steps */
+  int32_t constants_key; /* group and v's dtype: everything but the step that the constants depend on */
+  float before;          /* completed steps */
   tx_adamw_constants constants;
   bool quick;   /* tx_quick_constants */
   bool suspect; /* whether its masters may no longer round to its weights */
@@ -29,29 +29,29 @@ __device__ __forceinline__ tx_noise noise_of(const tx_step_table &t, const tx_st
   return tx_noise_at(t.common.seed, e.id, lane, (int64_t)w.before + 1, e.start);
 }
 
-/* looks: whether the launch has compared samples. */
+/* compares: whether the launch has compared samples. */
 __device__ __forceinline__ void enter_tensor(tensor_state &w, const tx_step_table &t, int32_t tensor,
-                                             const tx_step_admission &admitted, const bool looks) {
+                                             const tx_step_admission &admitted, const bool compares) {
   if (w.tensor == tensor) return;
   leave_extras(t, w.tensor);
   const tx_step_entry &e = t.entries[tensor];
   const float before = tx_read_value<float>(e.step);
   const int64_t step = (int64_t)before + 1;
-  const int32_t alike = (int32_t)e.group << 8 | e.exp_avg_sq_dtype;
-  if (w.tensor < 0 || w.alike != alike || w.before != before) {
+  const int32_t constants_key = (int32_t)e.group << 8 | e.exp_avg_sq_dtype;
+  if (w.tensor < 0 || w.constants_key != constants_key || w.before != before) {
     const tx_step_group &g = t.common.groups[e.group];
     const double lr = g.lr ? tx_read_double(g.lr, g.lr_dtype) : g.group.lr;
     const double lag = tx_dither_lag(e.exp_avg_sq_dtype, t.common.moment_rounding, g.group.beta2, step);
     w.constants = tx_adamw_prepare(&g.group, lr, step, admitted.clip_coef, admitted.grad_scale, lag);
     w.quick = tx_quick_constants(w.constants);
-    w.alike = alike;
+    w.constants_key = constants_key;
     w.before = before;
   }
   w.exp_avg = noise_of(t, e, w, TX_LANE_EXP_AVG);
   w.exp_avg_sq = noise_of(t, e, w, TX_LANE_EXP_AVG_SQ);
   w.param = noise_of(t, e, w, TX_LANE_PARAM);
   enter_extras(w.extras, t, e, step);
-  w.suspect = looks && is_suspect(t, tensor);
+  w.suspect = compares && is_suspect(t, tensor);
   w.tensor = tensor;
 }
 

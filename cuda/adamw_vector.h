@@ -25,13 +25,13 @@ struct round_ops {
   /* Whether there is a fast path. Rare pairs of moments have none, which halves what is compiled. */
   static constexpr bool kQuick = MOMENTS != TX_MOMENTS_ANY;
 
-  /* Whether rounds may be split (TX_WAY_HALVES), which only helps if a stream is fp32. Not with extra outputs, which
+  /* Whether rounds may be split (TX_ACCESS_HALVES), which only helps if a stream is fp32. Not with extra outputs, which
    * are computed from whole vectors and blocks. Not with block scales, since neighbouring lanes hold a block. Not with
    * remainders, since each lane computes its part of the weights' checksum. */
   static constexpr bool kHalves =
       TX_CUDA_SECTORS && !kHasExtras && kQuick && MOMENTS != TX_MOMENTS_U8 && tx_master_of_weight(WEIGHT) != TX_I16 &&
       (MOMENTS == TX_MOMENTS_F32 || tx_param_of_weight(WEIGHT) == TX_F32 || tx_master_of_weight(WEIGHT) == TX_F32);
-  static constexpr tx_way kWay = kHalves ? TX_WAY_HALVES : TX_WAY_WHOLE;
+  static constexpr tx_access kAccess = kHalves ? TX_ACCESS_HALVES : TX_ACCESS_WHOLE;
 
   /* Where a lane's elements of round `round` of a tile are. */
   static __device__ __forceinline__ tx_lane_elements lane_elements_of(const tx_step_entry &e, const tx_tile &tile,
@@ -65,11 +65,11 @@ struct round_ops {
   }
 
   /* Reads weight and master, as far as the step needs them. */
-  static __device__ __forceinline__ void read_weight(round_data &r, const tx_step_entry &e, const tx_way way,
+  static __device__ __forceinline__ void read_weight(round_data &r, const tx_step_entry &e, const tx_access access,
                                                      const tx_lane_elements &here) {
     const tx_dtype master = master_of(e);
-    if (master != TX_F32) tx_get(r.param, e.param, param_of(e), way, e.param_alignment, here);
-    if (master != TX_NONE) tx_get(r.master, e.master, master, way, e.master_alignment, here);
+    if (master != TX_F32) tx_get(r.param, e.param, param_of(e), access, e.param_alignment, here);
+    if (master != TX_NONE) tx_get(r.master, e.master, master, access, e.master_alignment, here);
   }
   static __device__ __forceinline__ void drop_remainders(round_data &r, const tx_step_entry &e, bool drops) {
     if (master_of(e) != TX_I16 || !drops) return;
@@ -78,31 +78,31 @@ struct round_ops {
       r.master[i] = 0;
   }
 
-  static __device__ __forceinline__ void read(round_data &r, const tx_step_entry &e, const tx_way way,
+  static __device__ __forceinline__ void read(round_data &r, const tx_step_entry &e, const tx_access access,
                                               const tx_lane_elements &here) {
     const tx_dtype m = moment(e.exp_avg_dtype), v = moment(e.exp_avg_sq_dtype);
-    read_weight(r, e, way, here);
-    tx_get(r.exp_avg, e.exp_avg, m, way, e.exp_avg_alignment, here);
-    tx_get(r.exp_avg_sq, e.exp_avg_sq, v, way, e.exp_avg_sq_alignment, here);
+    read_weight(r, e, access, here);
+    tx_get(r.exp_avg, e.exp_avg, m, access, e.exp_avg_alignment, here);
+    tx_get(r.exp_avg_sq, e.exp_avg_sq, v, access, e.exp_avg_sq_alignment, here);
     r.exp_avg_scale = scaled(m) && here.count > 0 ? e.scales[tx_block_at(here)] : (uint8_t)0;
     r.exp_avg_sq_scale = scaled(v) && here.count > 0 ? root_scales(e)[tx_block_at(here)] : (uint8_t)0;
     if (e.grad_dtype == TX_F32) {
-      tx_get(r.grad, e.grad, TX_F32, way, e.grad_alignment, here);
+      tx_get(r.grad, e.grad, TX_F32, access, e.grad_alignment, here);
     } else {
-      tx_get(r.grad, e.grad, TX_BF16, way, e.grad_alignment, here);
+      tx_get(r.grad, e.grad, TX_BF16, access, e.grad_alignment, here);
     }
   }
 
-  static __device__ __forceinline__ void write_weight(const round_data &r, const tx_step_entry &e, const tx_way way,
-                                                      const tx_lane_elements &here) {
-    tx_put(r.param, e.param, param_of(e), way, e.param_alignment, here);
-    if (master_of(e) != TX_NONE) tx_put(r.master, e.master, master_of(e), way, e.master_alignment, here);
+  static __device__ __forceinline__ void write_weight(const round_data &r, const tx_step_entry &e,
+                                                      const tx_access access, const tx_lane_elements &here) {
+    tx_put(r.param, e.param, param_of(e), access, e.param_alignment, here);
+    if (master_of(e) != TX_NONE) tx_put(r.master, e.master, master_of(e), access, e.master_alignment, here);
   }
 
-  static __device__ __forceinline__ void write_moments(const round_data &r, const tx_step_entry &e, const tx_way way,
-                                                       const tx_lane_elements &here) {
-    tx_put(r.exp_avg, e.exp_avg, moment(e.exp_avg_dtype), way, e.exp_avg_alignment, here);
-    tx_put(r.exp_avg_sq, e.exp_avg_sq, moment(e.exp_avg_sq_dtype), way, e.exp_avg_sq_alignment, here);
+  static __device__ __forceinline__ void write_moments(const round_data &r, const tx_step_entry &e,
+                                                       const tx_access access, const tx_lane_elements &here) {
+    tx_put(r.exp_avg, e.exp_avg, moment(e.exp_avg_dtype), access, e.exp_avg_alignment, here);
+    tx_put(r.exp_avg_sq, e.exp_avg_sq, moment(e.exp_avg_sq_dtype), access, e.exp_avg_sq_alignment, here);
   }
 
   /* The values of a moment. quick: by the fast path. Returns whether they are right; always true if not quick. */
@@ -143,13 +143,13 @@ struct round_ops {
     const tx_dtype m_dtype = moment(e.exp_avg_dtype), v_dtype = moment(e.exp_avg_sq_dtype);
     const int32_t rounding = t.common.moment_rounding;
     const tx_dtype param = param_of(e), master = master_of(e);
-    uint32_t odd = 0;
+    uint32_t ties = 0;
     if (master == TX_F32) {
       tx_plain_floats(x.p, r.master, TX_F32);
     } else if (master == TX_NONE) {
       tx_floats_of(x.p, r.param, param);
     } else if (quick) {
-      odd = tx_quick_join(x.p, r.param, r.master);
+      ties = tx_quick_join(x.p, r.param, r.master);
     } else {
       tx_join(x.p, r.param, r.master);
     }
@@ -167,13 +167,13 @@ struct round_ops {
                      here, noise);
       if (master == TX_F32) tx_round_plain(to.master, x.p, TX_F32, TX_NEAREST, quick, here, noise);
     } else if (quick) {
-      odd |= tx_quick_split(to.param, to.master, x.p);
+      ties |= tx_quick_split(to.param, to.master, x.p);
     } else {
       tx_split(to.param, to.master, x.p);
     }
     raw_of_moment(to.exp_avg, x.m, m_dtype, rounding, quick, here, w.exp_avg);
     raw_of_moment(to.exp_avg_sq, x.v, v_dtype, rounding, quick, here, w.exp_avg_sq);
-    return right && !tx_is_half_way(odd);
+    return right && !tx_has_tie(ties);
   }
 
   /* Reads a round and computes its step; arguments and result as update's. drops: whether remainders are read as
@@ -183,9 +183,9 @@ struct round_ops {
                                               const tx_lane_elements &here, bool drops, const bool quick) {
     round_data r;
     if (here.whole && (quick || kHalves)) {
-      read(r, e, kWay, here);
+      read(r, e, kAccess, here);
     } else {
-      read(r, e, TX_WAY_ANY, here);
+      read(r, e, TX_ACCESS_ANY, here);
     }
     drop_remainders(r, e, drops);
     float g[TX_VECTOR];
@@ -201,9 +201,9 @@ struct round_ops {
     round_data was;
     tx_read_again(); /* not kept in registers, as in round() */
     if (here.whole) {
-      read_weight(was, e, kWay, here);
+      read_weight(was, e, kAccess, here);
     } else {
-      read_weight(was, e, TX_WAY_ANY, here);
+      read_weight(was, e, TX_ACCESS_ANY, here);
     }
     drop_remainders(was, e, writes.drops);
     const tx_vector_weights before = {&was.param, &was.master}, now = {&to.param, &to.master};
@@ -226,9 +226,9 @@ struct round_ops {
     }
     if constexpr (kHasExtras) note_extras(t, e, w, here, writes, to);
     if (here.whole) {
-      write_weight(to, e, kWay, here);
+      write_weight(to, e, kAccess, here);
     } else {
-      write_weight(to, e, TX_WAY_ANY, here);
+      write_weight(to, e, TX_ACCESS_ANY, here);
 #pragma unroll
       for (int i = 0; i < TX_VECTOR / 2; i++)
         to.param[i] &= (here.count > 2 * i ? 0xffffu : 0u) | (here.count > 2 * i + 1 ? 0xffff0000u : 0u);
@@ -250,9 +250,9 @@ struct round_ops {
       v_scale = tx_round_scaled(to.exp_avg_sq, x.root, TX_F16, TX_FORMAT_SQRT, rounding, quick, 0, here, w.exp_avg_sq);
     }
     if (here.whole) {
-      write_moments(to, e, kWay, here);
+      write_moments(to, e, kAccess, here);
     } else {
-      write_moments(to, e, TX_WAY_ANY, here);
+      write_moments(to, e, TX_ACCESS_ANY, here);
     }
     if (scaled(m_dtype)) tx_write_scale(e.scales, m_scale, here.first, here.count);
     if (scaled(v_dtype)) tx_write_scale(root_scales(e), v_scale, here.first, here.count);

@@ -68,8 +68,8 @@ __global__ void __launch_bounds__(TX_BLOCK_THREADS) compare_remainders(const __g
   }
 }
 
-tx_status look(const tx_cuda_scope *scope, void (*kernel)(table), const tx_external_lists &lists,
-               unsigned long long *notes, int32_t each, tx_dtype master, int32_t mode, tx_error *error) {
+tx_status compare_checksums(const tx_cuda_scope *scope, void (*kernel)(table), const tx_external_lists &lists,
+                            unsigned long long *notes, int32_t each, tx_dtype master, int32_t mode, tx_error *error) {
   table t;
   const int64_t tile = master == TX_F32 ? TX_SAMPLED : TX_CHECKSUM;
   t.common = common{notes, mode, 0};
@@ -122,12 +122,12 @@ tx_status tx_external_notes_begin(const tx_cuda_scope *scope, const tx_cuda_call
 
 tx_status tx_external_compare_samples(const tx_cuda_scope *scope, const tx_external_lists &lists,
                                       const tx_external_notes *notes, int32_t mode, tx_error *error) {
-  return look(scope, compare_samples, lists, notes ? notes->suspect : NULL, 1, TX_F32, mode, error);
+  return compare_checksums(scope, compare_samples, lists, notes ? notes->suspect : NULL, 1, TX_F32, mode, error);
 }
 
 tx_status tx_external_compare_remainders(const tx_cuda_scope *scope, const tx_external_lists &lists,
                                          unsigned long long *counts, int32_t each, int32_t mode, tx_error *error) {
-  return look(scope, compare_remainders, lists, counts, each, TX_I16, mode, error);
+  return compare_checksums(scope, compare_remainders, lists, counts, each, TX_I16, mode, error);
 }
 
 tx_status tx_external_checksum(const tx_cuda_scope *scope, const tx_external_lists &lists, int32_t mode,

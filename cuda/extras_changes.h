@@ -19,9 +19,9 @@ static __device__ __forceinline__ tx_vector_change tx_change_of(const tx_vector_
   tx_vector_change change = {0u, 0};
 #pragma unroll
   for (int i = 0; i < TX_VECTOR; i++) {
-    const float way = tx_f32_from_bits(tx_master_bits(now, i, param, master)) -
-                      tx_f32_from_bits(tx_master_bits(before, i, param, master));
-    const int32_t size = i < count ? tx_magnitude_bits(way) : 0;
+    const float difference = tx_f32_from_bits(tx_master_bits(now, i, param, master)) -
+                             tx_f32_from_bits(tx_master_bits(before, i, param, master));
+    const int32_t size = i < count ? tx_magnitude_bits(difference) : 0;
     const bool differs = tx_weight_bits(before, i, param, master) != tx_weight_bits(now, i, param, master);
     change.largest = size > change.largest ? size : change.largest;
     change.bits |= i < count && differs ? 1u << i : 0u;
@@ -39,7 +39,7 @@ static __device__ __forceinline__ void tx_note_change(const tx_entry_extras &x, 
   x.changed[first / 8] = (uint8_t)(x.changed[first / 8] | change.bits);
   if (!x.moved || first % TX_BLOCK != 0) return;
   char *const moved = (char *)x.moved + first / TX_BLOCK * 2;
-  tx_write_value(moved, written ? TX_MOVED_ANYHOW : tx_moved_on(tx_read_value<uint16_t>(moved), largest));
+  tx_write_value(moved, written ? TX_MOVED_UNKNOWN : tx_moved_add(tx_read_value<uint16_t>(moved), largest));
 }
 
 /* Adds a vector's changes in ulps to its distances, two of which share a byte. */
@@ -58,7 +58,7 @@ static __device__ __forceinline__ void tx_note_distances(uint8_t *distances, con
                      is = tx_weight_bits(now, 2 * k + i, param, master);
       const int32_t from = param == TX_F32 ? tx_ordered_32(was) : tx_ordered_16((uint16_t)was),
                     to = param == TX_F32 ? tx_ordered_32(is) : tx_ordered_16((uint16_t)is);
-      by[i] = 2 * k + i < here.count ? tx_distance_between(from, to) : 0;
+      by[i] = 2 * k + i < here.count ? tx_ulps_between(from, to) : 0;
     }
     const uint8_t pair = here.count == TX_VECTOR ? (uint8_t)(word >> (8 * k)) : pairs[k];
     const uint8_t moved = tx_distance_pair(tx_distance_added(tx_distance_of(pair, 0), by[0]),

@@ -18,7 +18,7 @@ static_assert(TX_HEALTH_BINS == TX_WARP, "each lane has a bin");
 /* The sums of one thread. In shared memory, since registers are scarce; no other thread accesses them. */
 struct tx_health_sums {
   int64_t updates, weights; /* of the bin with the lane's number */
-  int32_t moved, below, elements, endless;
+  int32_t moved, below, elements, not_finite;
   int32_t largest; /* the fp32 pattern of the largest weight */
 };
 static __device__ __forceinline__ tx_health_sums &tx_my_health() {
@@ -69,12 +69,12 @@ static __device__ __forceinline__ float tx_block_squares(float (&x)[TX_VECTOR]) 
 }
 
 /* Adds the sums of a round's two blocks to the lane's bin. */
-static __device__ __forceinline__ void tx_health_bin(int64_t &bin, int32_t &endless, float sum) {
+static __device__ __forceinline__ void tx_health_bin(int64_t &bin, int32_t &not_finite, float sum) {
 #pragma unroll
   for (int from = 0; from < TX_WARP; from += TX_BLOCK_LANES) {
     const tx_health_share share = tx_health_share_of(__shfl_sync(0xffffffffu, sum, from));
     bin += share.bin == (int32_t)tx_lane_id() ? share.amount : 0;
-    endless += share.bin < 0 && tx_lane_id() == 0u ? 1 : 0;
+    not_finite += share.bin < 0 && tx_lane_id() == 0u ? 1 : 0;
   }
 }
 
@@ -84,7 +84,7 @@ static __device__ __forceinline__ void tx_health_take(const tx_vector_weights &b
                                                       const tx_dtype master) {
   tx_health_sums &mine = tx_my_health();
   float updates[TX_VECTOR], weights[TX_VECTOR];
-  int32_t below = 0, largest = mine.largest, endless = 0;
+  int32_t below = 0, largest = mine.largest, not_finite = 0;
 #pragma unroll
   for (int i = 0; i < TX_VECTOR; i++) {
     const uint32_t bits = tx_master_bits(now, i, param, master);
@@ -99,9 +99,9 @@ static __device__ __forceinline__ void tx_health_take(const tx_vector_weights &b
   mine.below += below;
   mine.elements += count;
   mine.largest = largest;
-  tx_health_bin(mine.updates, endless, tx_block_squares(updates));
-  tx_health_bin(mine.weights, endless, tx_block_squares(weights));
-  mine.endless += endless;
+  tx_health_bin(mine.updates, not_finite, tx_block_squares(updates));
+  tx_health_bin(mine.weights, not_finite, tx_block_squares(weights));
+  mine.not_finite += not_finite;
 }
 
 /* Adds the warp's sums to a tensor's row and resets them. Every lane of the warp has to call it. */
@@ -110,7 +110,7 @@ static __device__ __forceinline__ void tx_health_flush(unsigned long long *row) 
   const uint32_t lane = tx_lane_id();
   if (mine.updates != 0) tx_add_i64(&row[TX_HEALTH_UPDATES + lane], mine.updates);
   if (mine.weights != 0) tx_add_i64(&row[TX_HEALTH_WEIGHTS + lane], mine.weights);
-  const int32_t counts[] = {mine.moved, mine.below, mine.elements, mine.endless};
+  const int32_t counts[] = {mine.moved, mine.below, mine.elements, mine.not_finite};
 #pragma unroll
   for (int k = 0; k < 4; k++) {
     const int32_t sum = tx_warp_sum(counts[k]);
@@ -127,7 +127,7 @@ static __device__ __forceinline__ void tx_health_flush(unsigned long long *row) 
 }
 
 static_assert(TX_HEALTH_BELOW == TX_HEALTH_MOVED + 1 && TX_HEALTH_ELEMENTS == TX_HEALTH_MOVED + 2 &&
-                  TX_HEALTH_ENDLESS == TX_HEALTH_MOVED + 3,
+                  TX_HEALTH_NOT_FINITE == TX_HEALTH_MOVED + 3,
               "counts follow one another as above");
 
 #endif

@@ -45,7 +45,7 @@ static inline tx_muon_rate_f32 tx_muon_rate_at(const tx_muon_update_args *a, int
   return tx_muon_rate_f32{(float)a->rates[k].lr, (float)a->rates[k].decay};
 }
 
-/* Steps all parameters of a call with extra outputs (muon_noted.cu), but does not increment step counts or renew
+/* Steps all parameters of a call with extra outputs (muon_extras.cu), but does not increment step counts or renew
  * checksums afterwards. Resyncs the masters of externally written weights on the way, if the call asks for it. */
 tx_status tx_muon_step_with_extras(const tx_cuda_scope *scope, const tx_muon_update_args *a, const tx_cuda_call *call,
                                    tx_error *error);

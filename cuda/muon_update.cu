@@ -66,9 +66,9 @@ tx_status step_all(const tx_cuda_scope *scope, const tx_muon_update_args *a, tx_
 tx_status step(const tx_cuda_scope *scope, const tx_muon_update_args *a, const tx_external_lists &lists,
                const tx_cuda_call *call, tx_error *error) {
   unsigned long long *const resynced = (unsigned long long *)(a->resynced.numel ? a->resynced.data : NULL);
-  const tx_left_behind left = TX_LEFT_BEHIND_OF(a);
+  const tx_step_outputs outputs = TX_STEP_OUTPUTS_OF(a);
   for (int64_t i = 0; i < a->n; i++)
-    if (tx_has_extras(left, i)) return tx_muon_step_with_extras(scope, a, call, error);
+    if (tx_has_extras(outputs, i)) return tx_muon_step_with_extras(scope, a, call, error);
   if (a->on_external_write == TX_EXTERNAL_RESYNC)
     TX_FORWARD(tx_external_checksum(scope, lists, TX_CHECKSUM_RESYNC, resynced, 0, call, error));
   return step_all(scope, a, error);

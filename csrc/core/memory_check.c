@@ -93,9 +93,8 @@ tx_status tx_memory_check(const tx_memory_args *args, const tx_memory *memory, t
   }
   const int narrow = args->ema_dtype == TX_BF16, wide = args->ema_dtype == TX_NONE || args->ema_dtype == TX_F32;
   if (!narrow && (!wide || args->ema_lows)) {
-    return tx_fail(error, TX_ERROR_DTYPE,
-                   "memory: averages are in %s%s; legal: none, fp32, bf16, and bf16 with 8 bits more",
-                   tx_dtype_name((tx_dtype)args->ema_dtype), args->ema_lows ? " with 8 bits more" : "");
+    return tx_fail(error, TX_ERROR_DTYPE, "memory: ema_dtype is %s%s; legal: none, fp32, bf16, and bf16 with ema_lows",
+                   tx_dtype_name((tx_dtype)args->ema_dtype), args->ema_lows ? " with ema_lows" : "");
   }
   for (int64_t u = 0; u < args->n_units; u++)
     TX_FORWARD(check_unit(args, u, error));

@@ -71,7 +71,7 @@ static __attribute__((noinline)) int tx_avx512_muon_is_within(const char *grad, 
     largest = _mm512_range_ps(largest, _mm512_range_ps(first, second, 0x0b), 0x0b); /* of magnitudes */
   }
   const __m512 most = _mm512_mul_ps(_mm512_set1_ps(factor), largest);
-  return _mm512_cmp_ps_mask(_mm512_abs_ps(most), _mm512_set1_ps(tx_adamw_most()), _CMP_LE_OQ) == 0xffffu;
+  return _mm512_cmp_ps_mask(_mm512_abs_ps(most), _mm512_set1_ps(tx_adamw_grad_limit()), _CMP_LE_OQ) == 0xffffu;
 }
 
 /* Steps a whole tile. threshold: of its first element. Returns whether the result is right; if not, momentum and work

@@ -109,7 +109,7 @@ TX_FN tx_avx512_quotients tx_avx512_take(const tx_avx512_constants *c, tx_avx512
   return q;
 }
 
-/* tx_adamw_moved of masters p. */
+/* tx_adamw_apply of masters p. */
 TX_FN void tx_avx512_move(const tx_avx512_constants *c, tx_avx512_quotients q, const __m512 p[2], __m512 x[2]) {
   for (int k = 0; k < 2; k++)
     x[k] = _mm512_add_ps(_mm512_mul_ps(c->step_size, q.of[k]), _mm512_mul_ps(c->decay, p[k]));

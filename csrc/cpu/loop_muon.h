@@ -55,7 +55,7 @@ TX_FN void tx_muon_tile_in_place(const tx_muon_constants *constants, int64_t n, 
   TX_NO_ALIASES
   for (int32_t i = 0; i < (int32_t)n; i++, ramp += TX_LATTICE_ELEMENT) {
     const float grad_i = tx_load(grad, i, grad_dtype), m = tx_load(momentum, i, momentum_dtype);
-    const float g = tx_adamw_limited(factor * grad_i, grad_i);
+    const float g = tx_adamw_clamped(factor * grad_i, grad_i);
     const float next = m + weight * (g - m);
     tx_store_threshold(momentum, i, momentum_dtype, next, ramp);
     u[i] = next + of_u * (g - next);

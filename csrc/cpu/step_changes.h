@@ -92,7 +92,7 @@ TX_FN void tx_move_distances(tx_weights before, tx_weights now, int64_t n, uint8
     const uint32_t was = tx_weight_bits(before, i, param, master), is = tx_weight_bits(now, i, param, master);
     const int32_t from = param == TX_F32 ? tx_ordered_32(was) : tx_ordered_16((uint16_t)was);
     const int32_t to = param == TX_F32 ? tx_ordered_32(is) : tx_ordered_16((uint16_t)is);
-    by[i] = (int8_t)tx_distance_between(from, to);
+    by[i] = (int8_t)tx_ulps_between(from, to);
   }
   for (int64_t i = 0; 2 * i < n; i++) {
     const uint8_t pair = distances[i];
@@ -137,14 +137,14 @@ TX_FN void tx_note_changed(const uint64_t bits[TX_BLOCK / 64], int64_t n, int32_
   memcpy(e->changed + at / 8, known, bytes);
   if (e->moved) {
     tx_mem_u16 *const moved = (tx_mem_u16 *)e->moved + at / TX_BLOCK;
-    *moved = tx_moved_on(*moved, largest);
+    *moved = tx_moved_add(*moved, largest);
   }
 }
 
 /* Records that n weights from element `at` of the piece on were written externally. */
 TX_FN void tx_note_written(const tx_step_extras *e, int64_t at, int64_t n) {
   for (int64_t i = at / TX_BLOCK; e->moved && i * TX_BLOCK < at + n; i++)
-    ((tx_mem_u16 *)e->moved)[i] = TX_MOVED_ANYHOW;
+    ((tx_mem_u16 *)e->moved)[i] = TX_MOVED_UNKNOWN;
 }
 
 #endif

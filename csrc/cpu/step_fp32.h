@@ -7,7 +7,7 @@
 #include "csrc/cpu/avx512_singles.h"
 #endif
 
-/* Whether no g of elements at ... end - 1 needs the clamp (tx_adamw_limited). */
+/* Whether no g of elements at ... end - 1 needs the clamp (tx_adamw_clamped). */
 TX_FN int tx_step_fp32_is_within(tx_adamw_within within, tx_step_streams s, int32_t at, int32_t end, const int l2) {
   return tx_are_within(s.grad, at, end - at, within.grad, TX_F32) &&
          (!l2 || tx_are_within(s.param, at, end - at, within.p, TX_F32));

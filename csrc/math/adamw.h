@@ -3,8 +3,8 @@
  * p is the master weight (or the weight, where there is no master), m is exp_avg, v is exp_avg_sq; m', v', p' are their
  * values after the step. t is the number of the step, from 1 on.
  *
- *   g  = limited(factor * grad)                    factor = clip_coef / grad_scale, negated for maximize
- *   g  = limited(g + l2 * p)                       only if l2 != 0
+ *   g  = clamped(factor * grad)                    factor = clip_coef / grad_scale, negated for maximize
+ *   g  = clamped(g + l2 * p)                       only if l2 != 0
  *   m' = m + (1 - beta1) * (g - m)                 for beta1 < 1/2: g + beta1 * (m - g)
  *   v' = v + (1 - beta2) * (g * g - v)             likewise; 1 - beta2 slightly less for 8-bit codes (dither_lag.h)
  *   p' = p - (step_size * (m' / (sqrt(v') * rsqrt_bc2 + eps)) + decay * p)
@@ -20,11 +20,11 @@
  * rounded once. Each average starts from the operand with the larger weight: starting from the other one, a large old
  * value would cancel and leave its rounding error behind.
  *
- * limited(x) clamps |x| to tx_adamw_most(), unless an operand of x is not finite. So finite gradients keep every state
- * finite, whatever finite values the states have: m' is between m and g, and v' between v and g^2 (rounding is monotone
- * and the smaller weight is <= 1/2). g^2 <= tx_adamw_most()^2 is below the largest number of every format of v. |g - m|
- * rounds to at most the largest fp32 number, because tx_adamw_most() is less than half an ulp of that. A gradient that
- * is Inf or NaN makes m' and v' Inf (NaN if the state was not finite either) and p' NaN. */
+ * clamped(x) clamps |x| to tx_adamw_grad_limit(), unless an operand of x is not finite. So finite gradients keep every
+ * state finite, whatever finite values the states have: m' is between m and g, and v' between v and g^2 (rounding is
+ * monotone and the smaller weight is <= 1/2). g^2 <= tx_adamw_grad_limit()^2 is below the largest number of every
+ * format of v. |g - m| rounds to at most the largest fp32 number, because tx_adamw_grad_limit() is less than half an
+ * ulp of that. An Inf or NaN gradient makes m' and v' Inf (NaN if the state was not finite either) and p' NaN. */
 #ifndef TX_MATH_ADAMW_H
 #define TX_MATH_ADAMW_H
 
@@ -35,9 +35,9 @@
 
 /* The largest |g|: 31 * 2^59, about 1.8e19, which is also the largest sqrt(v) that has an e4m4 code. Its square, 961 *
  * 2^118, is exact and less than the largest bf16 number and the square of the largest fp16 code. */
-#define TX_ADAMW_MOST_BITS 0x5f780000u
-TX_FN float tx_adamw_most(void) {
-  return tx_f32_from_bits(TX_ADAMW_MOST_BITS);
+#define TX_ADAMW_GRAD_LIMIT_BITS 0x5f780000u
+TX_FN float tx_adamw_grad_limit(void) {
+  return tx_f32_from_bits(TX_ADAMW_GRAD_LIMIT_BITS);
 }
 
 /* How an old value and a new one are averaged: from + weight * (to - from), where `from` is the one with the larger
@@ -47,7 +47,7 @@ typedef struct tx_average {
   int32_t from_new; /* whether `from` is the new value: beta < 1/2 */
 } tx_average;
 
-TX_FN tx_average tx_average_of(double beta) {
+TX_FN tx_average tx_average_from_beta(double beta) {
   const tx_average a = {(float)(beta < 0.5 ? beta : 1.0 - beta), beta < 0.5};
   return a;
 }
@@ -96,8 +96,8 @@ TX_FN tx_adamw_constants tx_adamw_prepare(const tx_adamw_group *group, double lr
   tx_adamw_constants c;
   c.factor = tx_adamw_constant(group->maximize != 0.0 ? -factor : factor);
   c.l2 = tx_adamw_constant(decoupled ? 0.0 : group->weight_decay);
-  c.exp_avg = tx_average_of(group->beta1);
-  c.exp_avg_sq = tx_average_of(group->beta2 + lag * (1.0 - group->beta2));
+  c.exp_avg = tx_average_from_beta(group->beta1);
+  c.exp_avg_sq = tx_average_from_beta(group->beta2 + lag * (1.0 - group->beta2));
   c.rsqrt_bc2 = (float)(1.0 / sqrt(1.0 - tx_power(group->beta2, step)));
   c.eps = tx_adamw_constant(group->eps);
   c.step_size = tx_adamw_constant(lr / (1.0 - tx_power(group->beta1, step)));
@@ -117,10 +117,10 @@ typedef struct tx_adamw_moments {
   float root;
 } tx_adamw_moments;
 
-/* x clamped to tx_adamw_most() in magnitude if `from` is finite, else x itself. `from` has to be finite exactly where
- * the operands of x are. In integers: comparisons of floats kept gcc 12 from vectorising. */
-TX_FN float tx_adamw_limited(float x, float from) {
-  const int32_t most = tx_magnitude_bits(from) < TX_F32_INF ? (int32_t)TX_ADAMW_MOST_BITS : 0x7fffffff;
+/* x clamped to tx_adamw_grad_limit() in magnitude if `from` is finite, else x itself. `from` has to be finite exactly
+ * where the operands of x are. In integers: comparisons of floats kept gcc 12 from vectorising. */
+TX_FN float tx_adamw_clamped(float x, float from) {
+  const int32_t most = tx_magnitude_bits(from) < TX_F32_INF ? (int32_t)TX_ADAMW_GRAD_LIMIT_BITS : 0x7fffffff;
   const int32_t size = tx_magnitude_bits(x);
   return tx_f32_from_bits((uint32_t)(size < most ? size : most) | (tx_bits_from_f32(x) & 0x80000000u));
 }
@@ -136,8 +136,8 @@ TX_FN tx_adamw_moments tx_adamw_moments_of(tx_adamw_constants c, float g, float 
 /* The first half of the step: both moments. Non-finite gradients give non-finite results; callers that skip such steps
  * do so before. */
 TX_FN tx_adamw_moments tx_adamw_average(tx_adamw_constants c, float grad, float p, float m, float v) {
-  float g = tx_adamw_limited(c.factor * grad, grad);
-  if (c.l2 != 0.0f) g = tx_adamw_limited(g + c.l2 * p, g + p); /* g + p cannot overflow for a finite p */
+  float g = tx_adamw_clamped(c.factor * grad, grad);
+  if (c.l2 != 0.0f) g = tx_adamw_clamped(g + c.l2 * p, g + p); /* g + p cannot overflow for a finite p */
   return tx_adamw_moments_of(c, g, m, v);
 }
 
@@ -171,17 +171,17 @@ TX_FN float tx_adamw_share(double share, float of) {
   return (float)(most < largest * size ? most / size : largest);
 }
 TX_FN tx_adamw_within tx_adamw_within_of(const tx_adamw_constants *c) {
-  const double share = (double)tx_adamw_most() * (c->l2 != 0.0f ? 0.5 : 1.0);
+  const double share = (double)tx_adamw_grad_limit() * (c->l2 != 0.0f ? 0.5 : 1.0);
   const tx_adamw_within within = {tx_adamw_share(share, c->factor), tx_adamw_share(share, c->l2)};
   return within;
 }
 
 /* The second half of the step: p'. quotient: m' / (sqrt(v') * rsqrt_bc2 + eps), of the unrounded moments. */
-TX_FN float tx_adamw_moved(tx_adamw_constants c, float p, float quotient) {
+TX_FN float tx_adamw_apply(tx_adamw_constants c, float p, float quotient) {
   return p - (c.step_size * quotient + c.decay * p);
 }
 TX_FN float tx_adamw_update(tx_adamw_constants c, float p, float m, float root) {
-  return tx_adamw_moved(c, p, m / (root * c.rsqrt_bc2 + c.eps));
+  return tx_adamw_apply(c, p, m / (root * c.rsqrt_bc2 + c.eps));
 }
 
 #endif

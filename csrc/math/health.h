@@ -19,8 +19,8 @@ enum {
   TX_HEALTH_MOVED = 2 * TX_HEALTH_BINS, /* weights whose bits changed */
   TX_HEALTH_BELOW,                      /* updates below half an ulp of their weight */
   TX_HEALTH_ELEMENTS,
-  TX_HEALTH_ENDLESS, /* blocks whose sums are not finite; they are in no bin */
-  TX_HEALTH_LARGEST  /* the fp32 pattern of the largest weight: ranks take the maximum, not the sum */
+  TX_HEALTH_NOT_FINITE, /* blocks whose sums are not finite; they are in no bin */
+  TX_HEALTH_LARGEST     /* the fp32 pattern of the largest weight: ranks take the maximum, not the sum */
 };
 
 /* sum + x * x, rounded once; sum >= 0. */
@@ -58,7 +58,7 @@ TX_FN tx_health_share tx_health_share_of(float sum) {
 TX_FN void tx_health_add(int64_t *row, int32_t bins, float sum) {
   const tx_health_share share = tx_health_share_of(sum);
   if (share.bin < 0) {
-    row[TX_HEALTH_ENDLESS]++;
+    row[TX_HEALTH_NOT_FINITE]++;
   } else {
     row[bins + share.bin] += share.amount;
   }

@@ -3,7 +3,7 @@
  * m is the momentum buffer, u the matrix to be orthogonalised, o the result of that (an element each), p the master
  * weight (or the weight, where there is no master); m' and p' are values after the step.
  *
- *   g  = limited(factor * grad)                    factor = clip_coef / grad_scale; limited() as in adamw.h
+ *   g  = clamped(factor * grad)                    factor = clip_coef / grad_scale; clamped() as in adamw.h
  *   m' = momentum * m + (1 - momentum) * g
  *   u  = momentum * m' + (1 - momentum) * g        with Nesterov momentum, else u = m'
  *   p' = p - (lr * o + decay * p)                  decay = lr * weight_decay
@@ -21,7 +21,7 @@ typedef struct tx_muon_constants {
 } tx_muon_constants;
 
 TX_FN tx_muon_constants tx_muon_prepare(double momentum, float clip_coef, float grad_scale) {
-  const tx_muon_constants c = {(float)((double)clip_coef / (double)grad_scale), tx_average_of(momentum)};
+  const tx_muon_constants c = {(float)((double)clip_coef / (double)grad_scale), tx_average_from_beta(momentum)};
   return c;
 }
 
@@ -31,7 +31,7 @@ typedef struct tx_muon_moments {
 } tx_muon_moments;
 
 TX_FN tx_muon_moments tx_muon_average(tx_muon_constants c, float grad, float m, const int nesterov) {
-  const float g = tx_adamw_limited(c.factor * grad, grad);
+  const float g = tx_adamw_clamped(c.factor * grad, grad);
   tx_muon_moments r;
   r.m = tx_averaged(c.average, m, g);
   r.u = nesterov ? tx_averaged(c.average, r.m, g) : r.m;

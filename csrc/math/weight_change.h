@@ -38,7 +38,7 @@ TX_FN int32_t tx_ordered_32(uint32_t pattern) {
   return bits ^ ((bits >> 31) & 0x7fffffff);
 }
 
-#define TX_MOVED_ANYHOW ((uint16_t)0x7f80) /* +Inf: it is unknown how far weights of the block moved */
+#define TX_MOVED_UNKNOWN ((uint16_t)0x7f80) /* +Inf: it is unknown how far weights of the block moved */
 
 /* Adds `largest` to `moved`, an upper bound (a bf16 >= 0) on the distance that weights of a block moved. largest: the
  * fp32 pattern of a number >= 0, the difference of two numbers rounded to nearest. An Inf or NaN sum gives +Inf, for
@@ -47,11 +47,11 @@ TX_FN int32_t tx_ordered_32(uint32_t pattern) {
  * Both that difference and the sum here are rounded to nearest. Together they lack less than 2^-23 of the result, which
  * is at most 2 of its ulps; 3 are added, and the rest is rounded up to the next bf16. largest = 0 leaves the bound
  * unchanged. */
-TX_FN uint16_t tx_moved_on(uint16_t moved, int32_t largest) {
+TX_FN uint16_t tx_moved_add(uint16_t moved, int32_t largest) {
   const float sum = tx_f32_from_bf16(moved) + tx_f32_from_bits((uint32_t)largest);
   const uint32_t up = (tx_bits_from_f32(sum) + 3u + 0xffffu) >> 16;
   const int ends = tx_magnitude_bits(sum) >= TX_F32_INF;
-  return largest == 0 ? moved : ends ? TX_MOVED_ANYHOW : (uint16_t)up;
+  return largest == 0 ? moved : ends ? TX_MOVED_UNKNOWN : (uint16_t)up;
 }
 
 #define TX_DISTANCE_MOST 7
@@ -66,7 +66,7 @@ TX_FN int32_t tx_distance_added(int32_t distance, int32_t by) {
 }
 
 /* The distance in ulps from one weight to another; before, now: from tx_ordered_16 or tx_ordered_32. */
-TX_FN int32_t tx_distance_between(int32_t before, int32_t now) {
+TX_FN int32_t tx_ulps_between(int32_t before, int32_t now) {
   const int32_t by = (int32_t)((uint32_t)now - (uint32_t)before);
   /* the difference wrapped: before and now have different signs, and `by` has not the sign of now */
   const int32_t wrapped = (now ^ before) & (now ^ by);

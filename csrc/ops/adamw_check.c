@@ -8,8 +8,8 @@
 #include "csrc/core/fp_mode.h"
 #include "csrc/core/status.h"
 #include "csrc/core/text.h"
-#include "csrc/ops/left_behind.h"
 #include "csrc/ops/operator_checks.h"
+#include "csrc/ops/step_outputs.h"
 #include "csrc/ops/tensor.h"
 
 /* 2^24: beyond it an fp32 step count cannot be increased by 1. */
@@ -116,7 +116,7 @@ static tx_status fail_combo(const tx_adamw_args *a, int64_t i, tx_error *error) 
     (void)snprintf(what, sizeof what, "exp_avg%s[%lld]", tx_combo_moment(exp_avg) < 0 ? "s" : "_sqs", (long long)i);
     list_moments(legal);
   } else {
-    (void)snprintf(what, sizeof what, "masters[%lld] beside params of %s", (long long)i, tx_dtype_name(param));
+    (void)snprintf(what, sizeof what, "masters[%lld] of a %s parameter", (long long)i, tx_dtype_name(param));
     list_masters(param, legal);
   }
   return tx_fail(error, TX_ERROR_DTYPE,
@@ -164,8 +164,8 @@ static tx_status check_tensor(const tx_adamw_args *a, int64_t i, int reads_value
         (long long)i, (long long)scales.numel, tx_dtype_name(scales.dtype), (long long)wanted, TX_BLOCK);
   }
   TX_FORWARD(tx_check_checksums(a->masters, a->checksums, i, error));
-  const tx_left_behind left = TX_LEFT_BEHIND_OF(a);
-  TX_FORWARD(tx_check_left_behind_of(&left, i, error));
+  const tx_step_outputs outputs = TX_STEP_OUTPUTS_OF(a);
+  TX_FORWARD(tx_check_step_outputs_of(&outputs, i, error));
   const tx_tensor step = a->steps[i];
   if (step.numel != 1 || step.dtype != TX_F32) {
     return tx_fail(error, TX_ERROR_SHAPE, "steps[%lld] is %lld elements of %s; one fp32 is legal", (long long)i,
@@ -208,8 +208,8 @@ static tx_status check(const tx_adamw_args *a, int reads_values, tx_error *error
       {"distances", a->distances, a->n, 1}, {"emas", a->emas, a->n, 1},
       {"ema_lows", a->ema_lows, a->n, 1},   {"healths", a->healths, a->n, 1},
   };
-  const tx_left_behind left = TX_LEFT_BEHIND_OF(a);
-  TX_FORWARD(tx_check_left_behind(&left, error));
+  const tx_step_outputs outputs = TX_STEP_OUTPUTS_OF(a);
+  TX_FORWARD(tx_check_step_outputs(&outputs, error));
   const int64_t n_spans = (int64_t)(sizeof spans / sizeof *spans);
   TX_FORWARD(tx_check_tensors(spans, n_spans, error));
   TX_FORWARD(tx_check_fixed("grad_scale", a->grad_scale, TX_F32, 1, 0, error));
@@ -224,7 +224,7 @@ static tx_status check(const tx_adamw_args *a, int reads_values, tx_error *error
   for (int64_t i = 0; i < a->n; i++)
     TX_FORWARD(check_tensor(a, i, reads_values, error));
   const tx_order order = {a->order, a->order ? a->order_bytes / (int64_t)sizeof(int32_t) : 0};
-  return tx_check_overlap_noted(spans, n_spans, &order, error);
+  return tx_check_overlap_cached(spans, n_spans, &order, error);
 }
 
 tx_status tx_check_adamw(const tx_adamw_args *a, int reads_values, tx_error *error) {

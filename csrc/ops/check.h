@@ -26,7 +26,7 @@ typedef struct tx_order {
   int32_t *places;
   int64_t room;
 } tx_order;
-tx_status tx_check_overlap_noted(const tx_span *spans, int64_t n_spans, const tx_order *order, tx_error *error);
+tx_status tx_check_overlap_cached(const tx_span *spans, int64_t n_spans, const tx_order *order, tx_error *error);
 
 /* tx_check_overlap without one entry of a list; NULL: with all. */
 tx_status tx_check_overlap_but(const tx_span *spans, int64_t n_spans, const tx_tensor *left_out, tx_error *error);

@@ -85,9 +85,9 @@ static tx_status check_written(const tx_delta_written *of, tx_error *error) {
 
 tx_status tx_delta_mark(int64_t n, tx_delta_written *those, const tx_parallel *parallel, tx_error *error) {
   TX_FORWARD(tx_check_parallel(parallel, error));
-  TX_FORWARD(tx_check_present("those", those, n, error));
+  TX_FORWARD(tx_check_present("tx_delta_mark: those", those, n, error));
   for (int64_t i = 0; i < n; i++)
-    TX_FORWARD(tx_fail_of("those", i, check_written(&those[i], error), error));
+    TX_FORWARD(tx_fail_of("tx_delta_mark: those", i, check_written(&those[i], error), error));
   int64_t pieces = 0;
   for (int64_t i = 0; i < n; i++) {
     those[i].marked = 0;

@@ -71,54 +71,56 @@ static tx_status run_pass(const pass *p, tx_tensor *selected_tensors, const tx_p
 /* -- checks ------------------------------------------------------------------------------------------------------- */
 
 /* The workspace of one check, in one allocation. */
-typedef struct look {
+typedef struct comparison {
   int64_t *counts;    /* [n]: elements whose masters do not match */
   int64_t *suspect;   /* [n]: non-zero if the checksum of a sample differs */
   tx_tensor *masters; /* [n]: workspace */
-} look;
+} comparison;
 
-static tx_status look_begin(look *l, int64_t n, tx_error *error) {
+static tx_status comparison_begin(comparison *found, int64_t n, tx_error *error) {
   char *memory = calloc((size_t)n + 1, 2 * sizeof(int64_t) + sizeof(tx_tensor));
   if (!memory) return tx_fail(error, TX_ERROR_OUT_OF_MEMORY, "no memory to look at %lld params", (long long)n);
-  l->counts = (int64_t *)(void *)memory;
-  l->suspect = l->counts + n;
-  l->masters = (tx_tensor *)(void *)(l->suspect + n);
+  found->counts = (int64_t *)(void *)memory;
+  found->suspect = found->counts + n;
+  found->masters = (tx_tensor *)(void *)(found->suspect + n);
   return TX_OK;
 }
 
 /* Checks the samples of weights with fp32 masters; compares parameters whose sample differs element by element. */
-static tx_status look_at_samples(const pass *all, const look *l, const tx_parallel *parallel, tx_error *error) {
+static tx_status compare_samples(const pass *all, const comparison *found, const tx_parallel *parallel,
+                                 tx_error *error) {
   pass p = *all;
   p.master = TX_F32;
-  p.stale = l->suspect;
-  TX_FORWARD(run_pass(&p, l->masters, parallel, error));
+  p.stale = found->suspect;
+  TX_FORWARD(run_pass(&p, found->masters, parallel, error));
   if (p.mode == TX_CHECKSUM_RENEW) return TX_OK;
   int any = 0;
   for (int64_t i = 0; i < p.n; i++) {
-    l->masters[i] = l->suspect[i] ? p.masters[i] : tx_none();
-    any |= l->suspect[i] != 0;
+    found->masters[i] = found->suspect[i] ? p.masters[i] : tx_none();
+    any |= found->suspect[i] != 0;
   }
   if (!any) return TX_OK;
   const int32_t mode = p.mode == TX_CHECKSUM_CHECK ? TX_RESYNC_COUNT : TX_RESYNC_STALE;
-  const tx_tensor counts = {l->counts, p.n, TX_I64, 0};
-  TX_FORWARD(tx_resync_run(p.n, p.params, l->masters, mode, counts, p.room, parallel, error));
+  const tx_tensor counts = {found->counts, p.n, TX_I64, 0};
+  TX_FORWARD(tx_resync_run(p.n, p.params, found->masters, mode, counts, p.room, parallel, error));
   if (p.mode == TX_CHECKSUM_CHECK) return TX_OK;
   p.mode = TX_CHECKSUM_RENEW;
-  return run_pass(&p, l->masters, parallel, error);
+  return run_pass(&p, found->masters, parallel, error);
 }
 
-static tx_status look_at_remainders(const pass *all, const look *l, const tx_parallel *parallel, tx_error *error) {
+static tx_status compare_remainders(const pass *all, const comparison *found, const tx_parallel *parallel,
+                                    tx_error *error) {
   pass p = *all;
   p.master = TX_I16;
-  p.stale = l->counts;
-  return run_pass(&p, l->masters, parallel, error);
+  p.stale = found->counts;
+  return run_pass(&p, found->masters, parallel, error);
 }
 
 /* Marks in `moved` that it is unknown how far the weights of parameter i moved. */
-static void mark_moved(const tx_weights_and_masters *args, int64_t i) {
+static void mark_moved_unknown(const tx_weights_and_masters *args, int64_t i) {
   const tx_tensor moved = tx_at_or_none(args->moved, i);
   for (int64_t b = 0; b < moved.numel; b++)
-    memcpy((char *)moved.data + b * (int64_t)sizeof(uint16_t), &(const uint16_t){TX_MOVED_ANYHOW}, sizeof(uint16_t));
+    memcpy((char *)moved.data + b * (int64_t)sizeof(uint16_t), &(const uint16_t){TX_MOVED_UNKNOWN}, sizeof(uint16_t));
 }
 
 tx_status tx_handle_external_writes(const tx_weights_and_masters *args, int64_t *resynced, const tx_work_room *room,
@@ -132,16 +134,16 @@ tx_status tx_handle_external_writes(const tx_weights_and_masters *args, int64_t 
                     .checksums = args->checksums,
                     .mode = check ? TX_CHECKSUM_CHECK : TX_CHECKSUM_RESYNC,
                     .room = room};
-  look l;
-  TX_FORWARD(look_begin(&l, args->n, error));
-  tx_status status = look_at_samples(&all, &l, parallel, error);
-  if (status == TX_OK && check) status = look_at_remainders(&all, &l, parallel, error);
+  comparison found;
+  TX_FORWARD(comparison_begin(&found, args->n, error));
+  tx_status status = compare_samples(&all, &found, parallel, error);
+  if (status == TX_OK && check) status = compare_remainders(&all, &found, parallel, error);
   for (int64_t i = 0; status == TX_OK && i < args->n; i++) {
-    if (check && l.counts[i]) status = tx_fail_written(i, l.counts[i], error);
-    if (!check && l.counts[i]) mark_moved(args, i);
-    *resynced += l.counts[i];
+    if (check && found.counts[i]) status = tx_fail_written(i, found.counts[i], error);
+    if (!check && found.counts[i]) mark_moved_unknown(args, i);
+    *resynced += found.counts[i];
   }
-  free(l.counts);
+  free(found.counts);
   return status;
 }
 
@@ -161,13 +163,13 @@ tx_status tx_master_checksum(int64_t n, const tx_tensor *params, const tx_tensor
                     .checksums = checksums,
                     .mode = mode,
                     .room = &room};
-  look l = {NULL, NULL, NULL};
-  tx_status status = look_begin(&l, n, error);
-  if (status == TX_OK) status = look_at_samples(&all, &l, parallel, error);
-  if (status == TX_OK) status = look_at_remainders(&all, &l, parallel, error);
+  comparison found = {NULL, NULL, NULL};
+  tx_status status = comparison_begin(&found, n, error);
+  if (status == TX_OK) status = compare_samples(&all, &found, parallel, error);
+  if (status == TX_OK) status = compare_remainders(&all, &found, parallel, error);
   for (int64_t i = 0; status == TX_OK && i < stale.numel; i++)
-    tx_add_count(stale, i, l.counts[i]);
-  free(l.counts);
+    tx_add_count(stale, i, found.counts[i]);
+  free(found.counts);
   tx_work_room_free(&room);
   return status;
 }

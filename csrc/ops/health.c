@@ -20,9 +20,9 @@ tx_status tx_health_of(tx_tensor health, tx_health *found, tx_error *error) {
   if (found->elements <= 0) return TX_OK;
   const tx_fp_mode saved = tx_fp_enter();
   const double n = (double)found->elements;
-  const int endless = row[TX_HEALTH_ENDLESS] != 0;
-  found->update_rms = endless ? (double)NAN : sqrt(tx_health_sum(row + TX_HEALTH_UPDATES) / n);
-  found->weight_rms = endless ? (double)NAN : sqrt(tx_health_sum(row + TX_HEALTH_WEIGHTS) / n);
+  const int not_finite = row[TX_HEALTH_NOT_FINITE] != 0;
+  found->update_rms = not_finite ? (double)NAN : sqrt(tx_health_sum(row + TX_HEALTH_UPDATES) / n);
+  found->weight_rms = not_finite ? (double)NAN : sqrt(tx_health_sum(row + TX_HEALTH_WEIGHTS) / n);
   found->moved = (double)row[TX_HEALTH_MOVED] / n;
   found->below = (double)row[TX_HEALTH_BELOW] / n;
   found->largest = (double)tx_f32_from_bits((uint32_t)row[TX_HEALTH_LARGEST]);

@@ -70,8 +70,8 @@ static tx_status check_masters(int64_t n, const tx_tensor *params, const tx_tens
     if (tx_combo_weight(params[i].dtype, masters[i].dtype) >= 0) continue;
     char legal[64];
     list_masters(params[i].dtype, legal, sizeof legal);
-    return tx_fail(error, TX_ERROR_DTYPE, "masters[%lld] is %s beside params[%lld] of %s; %s may stand there",
-                   (long long)i, tx_dtype_name(masters[i].dtype), (long long)i, tx_dtype_name(params[i].dtype), legal);
+    return tx_fail(error, TX_ERROR_DTYPE, "masters[%lld] is %s and params[%lld] is %s; legal masters: %s", (long long)i,
+                   tx_dtype_name(masters[i].dtype), (long long)i, tx_dtype_name(params[i].dtype), legal);
   }
   return TX_OK;
 }
@@ -144,7 +144,7 @@ tx_status tx_check_master_checksum(int64_t n, const tx_tensor *params, const tx_
 
 tx_status tx_fail_written(int64_t i, int64_t stale, tx_error *error) {
   return tx_fail(error, TX_ERROR_BAD_STATE,
-                 "params[%lld]: %lld elements are not what their masters round to: somebody else wrote to them since "
-                 "the last step; resync the masters first",
+                 "params[%lld]: %lld elements are not what their masters round to: they were written outside the "
+                 "optimizer since the last step; resync the masters first",
                  (long long)i, (long long)stale);
 }

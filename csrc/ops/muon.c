@@ -3,9 +3,9 @@
 #include "csrc/core/status.h"
 #include "csrc/cpu/kernels.h"
 #include "csrc/ops/external_writes.h"
-#include "csrc/ops/kept_extras.h"
 #include "csrc/ops/operator_checks.h"
 #include "csrc/ops/parallel.h"
+#include "csrc/ops/piece_outputs.h"
 #include "csrc/ops/step.h"
 #include "csrc/ops/tensor.h"
 
@@ -106,8 +106,8 @@ static void update_piece(void *ctx, void *local, int64_t i, int64_t begin, int64
   const tx_meta meta = tx_meta_of(a->meta, i);
   const tx_dtype master = master_dtype(a, i);
   const int64_t part = part_at(a->parts, a->n_parts, i, begin), step = next_step(a->steps, i);
-  const tx_left_behind left = TX_LEFT_BEHIND_OF(a);
-  tx_kept_extras kept;
+  const tx_step_outputs outputs = TX_STEP_OUTPUTS_OF(a);
+  tx_piece_outputs piece_outputs;
   const tx_muon_update_piece piece = {
       .n = count,
       .update = tx_advanced(a->updates[i], begin),
@@ -124,10 +124,10 @@ static void update_piece(void *ctx, void *local, int64_t i, int64_t begin, int64
       .resyncs = a->on_external_write == TX_EXTERNAL_RESYNC,
       .whole = a->params[i].numel <= TX_SAMPLED,
       .stream_store = c->streams,
-      .extras = tx_extras_begin(&left, i, begin, step, &kept),
+      .extras = tx_extras_begin(&outputs, i, begin, step, &piece_outputs),
   };
   *(int64_t *)local += c->kernels->muon_update(&piece);
-  tx_extras_end(&kept);
+  tx_extras_end(&piece_outputs);
 }
 
 static void update_merge(void *ctx, const void *local) {

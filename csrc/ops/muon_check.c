@@ -5,8 +5,8 @@
 #include "csrc/core/dtype.h"
 #include "csrc/core/fp_mode.h"
 #include "csrc/core/status.h"
-#include "csrc/ops/left_behind.h"
 #include "csrc/ops/operator_checks.h"
+#include "csrc/ops/step_outputs.h"
 #include "csrc/ops/tensor.h"
 
 static tx_status check_size(uint64_t size, uint64_t legal, const char *init, tx_error *error) {
@@ -174,8 +174,8 @@ static tx_status check_update_args(const tx_muon_update_args *a, int reads_value
       {"changed", a->changed, a->n, 1},     {"moved", a->moved, a->n, 1},       {"distances", a->distances, a->n, 1},
       {"emas", a->emas, a->n, 1},           {"ema_lows", a->ema_lows, a->n, 1}, {"healths", a->healths, a->n, 1},
   };
-  const tx_left_behind left = TX_LEFT_BEHIND_OF(a);
-  TX_FORWARD(tx_check_left_behind(&left, error));
+  const tx_step_outputs outputs = TX_STEP_OUTPUTS_OF(a);
+  TX_FORWARD(tx_check_step_outputs(&outputs, error));
   const int64_t n_spans = (int64_t)(sizeof spans / sizeof *spans);
   TX_FORWARD(tx_check_tensors(spans, n_spans, error));
   TX_FORWARD(tx_check_fixed("resynced", a->resynced, TX_I64, 1, 0, error));
@@ -183,7 +183,7 @@ static tx_status check_update_args(const tx_muon_update_args *a, int reads_value
   TX_FORWARD(check_wide("updates", a->updates, a->n, error));
   for (int64_t i = 0; i < a->n; i++) {
     TX_FORWARD(check_weight(a, i, error));
-    TX_FORWARD(tx_check_left_behind_of(&left, i, error));
+    TX_FORWARD(tx_check_step_outputs_of(&outputs, i, error));
   }
   TX_FORWARD(check_steps(a->steps, a->n, reads_values, error));
   TX_FORWARD(check_meta(a->meta, a->n, error));

@@ -143,6 +143,6 @@ tx_status tx_check_overlap_but(const tx_span *spans, int64_t n_spans, const tx_t
   return check(spans, n_spans, left_out, &kNotCached, error);
 }
 
-tx_status tx_check_overlap_noted(const tx_span *spans, int64_t n_spans, const tx_order *order, tx_error *error) {
+tx_status tx_check_overlap_cached(const tx_span *spans, int64_t n_spans, const tx_order *order, tx_error *error) {
   return check(spans, n_spans, NULL, order, error);
 }

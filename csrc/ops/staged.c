@@ -48,7 +48,7 @@ static char *params_in(const staged *s, int64_t slot, int64_t at) {
   return (char *)s->staging->memory + slot * slot_bytes(s) + s->staging->batch * s->grad_bytes + at * s->param_bytes;
 }
 
-static int comes_down(const tx_adamw_args *a, int64_t tensor) {
+static int is_copied_down(const tx_adamw_args *a, int64_t tensor) {
   return tx_master_dtype(a, tensor) != TX_F32; /* the weight is its own master, or its master's upper half */
 }
 
@@ -94,13 +94,13 @@ static tx_status bring(const staged *s, const batch *b, int64_t slot, tx_error *
     const tx_tensor grad = a->grads[p.tensor];
     TX_FORWARD(copy(s, DOWN, grads_in(s, slot, b->at[i]), tx_advanced(grad, p.begin),
                     p.count * tx_element_size(grad.dtype), error));
-    weights |= comes_down(a, p.tensor);
+    weights |= is_copied_down(a, p.tensor);
   }
   if (weights) TX_FORWARD(follow(s, slot, error)); /* previous weights may still be on their way out of this slot */
   for (int64_t i = 0; i < b->n; i++) {
     const tx_tensor_range p = b->pieces[i];
     const tx_tensor param = a->params[p.tensor];
-    if (comes_down(a, p.tensor))
+    if (is_copied_down(a, p.tensor))
       TX_FORWARD(copy(s, DOWN, params_in(s, slot, b->at[i]), tx_advanced(param, p.begin),
                       p.count * tx_element_size(param.dtype), error));
   }

@@ -6,7 +6,7 @@
 #include "csrc/core/fp_mode.h"
 #include "csrc/math/dither_lag.h"
 #include "csrc/math/noise.h"
-#include "csrc/ops/kept_extras.h"
+#include "csrc/ops/piece_outputs.h"
 #include "csrc/ops/tensor.h"
 
 static const tx_adamw_constants *constants_of(const tx_step *c, tx_step_local *local, int64_t i, int64_t group,
@@ -32,8 +32,8 @@ void tx_step_piece(const tx_step *c, tx_step_local *local, tx_tensor_range where
   uint8_t *scales = a->scales && a->scales[i].numel ? (uint8_t *)a->scales[i].data + begin / TX_BLOCK : NULL;
   const int exp_avg_scaled = tx_moment_is_scaled(a->exp_avgs[i].dtype);
   const int exp_avg_sq_scaled = tx_moment_is_scaled(a->exp_avg_sqs[i].dtype);
-  const tx_left_behind left = TX_LEFT_BEHIND_OF(a);
-  tx_kept_extras kept;
+  const tx_step_outputs outputs = TX_STEP_OUTPUTS_OF(a);
+  tx_piece_outputs piece_outputs;
   const tx_adamw_piece piece = {
       .n = where.count,
       .grad = grad,
@@ -58,10 +58,10 @@ void tx_step_piece(const tx_step *c, tx_step_local *local, tx_tensor_range where
       .exp_avg_sq_dtype = a->exp_avg_sqs[i].dtype,
       .moment_rounding = a->moment_rounding,
       .weight_rounding = a->weight_rounding,
-      .extras = tx_extras_begin(&left, i, begin, step, &kept),
+      .extras = tx_extras_begin(&outputs, i, begin, step, &piece_outputs),
   };
   local->resynced += c->kernels->adamw(&piece);
-  tx_extras_end(&kept);
+  tx_extras_end(&piece_outputs);
 }
 
 int64_t tx_step_alignment(const tx_adamw_args *args) {

@@ -78,10 +78,10 @@ static tx_status take_workspace(const tx_target *target, int64_t bytes, AtenTens
  * resyncs needs none. */
 enum tx_workspace_rule { TX_WORKSPACE_NEVER, TX_WORKSPACE_IF_F32, TX_WORKSPACE_IF_ANY };
 static bool tx_needs_workspace(int64_t n, const tx_tensor *masters, const tx_tensor *checksums,
-                               enum tx_workspace_rule beside) {
-  if (beside == TX_WORKSPACE_NEVER) return false;
+                               enum tx_workspace_rule rule) {
+  if (rule == TX_WORKSPACE_NEVER) return false;
   for (int64_t i = 0; masters && checksums && i < n; i++)
-    if (checksums[i].numel && masters[i].numel && (beside == TX_WORKSPACE_IF_ANY || masters[i].dtype == TX_F32))
+    if (checksums[i].numel && masters[i].numel && (rule == TX_WORKSPACE_IF_ANY || masters[i].dtype == TX_F32))
       return true;
   return false;
 }
@@ -110,13 +110,13 @@ static tx_status fail_host_only(const char *operator_name, const tx_target *targ
     release_device(guard);                                                                     \
     return status;                                                                             \
   }
-#define TX_ENTRY_WORKS(entry, parameters, arguments, count, masters, checksums, beside)             \
+#define TX_ENTRY_WORKS(entry, parameters, arguments, count, masters, checksums, masters_rule)       \
   static tx_status run_##entry(TX_LIST parameters, const tx_target *target, tx_error *error) {      \
     tx_cuda_call call = call_of(target);                                                            \
     void *const guard = hold_device(target);                                                        \
     AtenTensorHandle workspace = NULL;                                                              \
     tx_status status = TX_OK;                                                                       \
-    if (tx_needs_workspace(count, masters, checksums, beside))                                      \
+    if (tx_needs_workspace(count, masters, checksums, masters_rule))                                \
       status = take_workspace(target, target->library->workspace(count), &workspace, &call, error); \
     if (status == TX_OK) status = target->library->entry(TX_LIST arguments, &call, error);          \
     if (workspace) (void)target->abi->aoti_torch_delete_tensor_object(workspace);                   \

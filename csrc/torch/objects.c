@@ -18,13 +18,13 @@ tx_status tx_objects_resolve(tx_objects *objects, const void *exchange, void *co
                              tx_error *error) {
   const tx_dl_exchange *table = exchange;
   if (!table || table->major != TX_DLPACK_MAJOR || !table->tensor_from_object)
-    return tx_fail(error, TX_ERROR_UNAVAILABLE, "torch shows no tensors by DLPack %d", TX_DLPACK_MAJOR);
+    return tx_fail(error, TX_ERROR_UNAVAILABLE, "torch offers no exchange API of DLPack %d", TX_DLPACK_MAJOR);
   if (n_types < 1 || n_types > TX_PLAIN_TYPES)
     return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "%lld types; 1 to %d are legal", (long long)n_types,
                    TX_PLAIN_TYPES);
   for (size_t i = 0; i < sizeof kSymbols / sizeof *kSymbols; i++) {
     void *symbol = dlsym(RTLD_DEFAULT, kSymbols[i].name);
-    if (!symbol) return tx_fail(error, TX_ERROR_UNAVAILABLE, "this process shows no %s", kSymbols[i].name);
+    if (!symbol) return tx_fail(error, TX_ERROR_UNAVAILABLE, "this process has no symbol %s", kSymbols[i].name);
     memcpy((char *)objects + kSymbols[i].slot, &symbol, sizeof symbol);
   }
   objects->tensor_from_object = table->tensor_from_object;

@@ -43,6 +43,7 @@ tx_status tx_check_signatures(const tx_value *params, int64_t forms, int64_t add
   for (int64_t i = 0; addresses && i < params->n; i++)
     signature = with_word(signature, (int64_t)(intptr_t)params->tensors[i].data);
   if (addresses && addresses != final_signature(signature))
-    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "params lie elsewhere than they did (addresses)");
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
+                   "params have other addresses than those that slices were made for (addresses)");
   return TX_OK;
 }

@@ -23,7 +23,7 @@ std::vector<float> Classes(int stride) {
     for (const uint32_t mantissa : {0x0u, 0x1u, 0x400000u, 0x780001u, 0x7fffffu})
       for (const uint32_t sign : {0u, 1u})
         classes.push_back(tx_f32_from_bits(sign << 31 | exponent << 23 | mantissa));
-  for (const uint32_t bits : {TX_ADAMW_MOST_BITS - 1, TX_ADAMW_MOST_BITS, TX_ADAMW_MOST_BITS + 1})
+  for (const uint32_t bits : {TX_ADAMW_GRAD_LIMIT_BITS - 1, TX_ADAMW_GRAD_LIMIT_BITS, TX_ADAMW_GRAD_LIMIT_BITS + 1})
     classes.push_back(tx_f32_from_bits(bits));
   return classes;
 }
@@ -36,7 +36,7 @@ tx_adamw_constants Constants(double beta1, double beta2, double decay, double fa
 // Every gradient with every state, for averages that start from either side and have any weight, with and without
 // decay: moments stay between the old moment and the clamped gradient (or its square).
 TEST(AdamwLimit, MomentsOfAnyFiniteNumbersStayBetweenOldAndLimited) {
-  const float most = tx_adamw_most(), square = most * most;
+  const float most = tx_adamw_grad_limit(), square = most * most;
   const std::vector<float> gradients = Classes(1), states = Classes(17), weights = {0.0f, 1.0f, kMax, -kMax};
   for (const double factor : {1.0, -1.0, 1e-30, 1e300, 0.0}) {
     for (const double beta : {0.0, 0.3, 0.5, 0.9, 0.999, 1.0 - 0x1p-53}) {
@@ -59,7 +59,7 @@ TEST(AdamwLimit, MomentsOfAnyFiniteNumbersStayBetweenOldAndLimited) {
 // Moments lie between the old moment and the clamped gradient. Both are finite in every format, whatever the rounding,
 // so the moments are.
 TEST(AdamwLimit, EveryFormatHoldsTheLimitedGradient) {
-  const float most = tx_adamw_most(), square = most * most;
+  const float most = tx_adamw_grad_limit(), square = most * most;
   EXPECT_EQ(static_cast<double>(square), static_cast<double>(most) * static_cast<double>(most));
   for (const float x : {most, square}) {
     EXPECT_TRUE(std::isfinite(tx_f32_from_bf16(tx_bf16_from_f32(x))));
@@ -100,7 +100,7 @@ TEST(AdamwLimit, OrdinaryGradientsHaveTheBitsThatTheyHad) {
       for (const double factor : {1.0, -0.37}) {
         const tx_adamw_constants c = Constants(beta, beta, decay, factor);
         for (int i = 0; i < 100000; i++) {
-          const float g = pattern(TX_ADAMW_MOST_BITS - 0x800000u) * (i % 2 ? 1.0f : -1.0f);
+          const float g = pattern(TX_ADAMW_GRAD_LIMIT_BITS - 0x800000u) * (i % 2 ? 1.0f : -1.0f);
           const float p = pattern(0x5f000000u), m = -pattern(0x5f000000u), v = pattern(0x7f000000u);
           const Stepped a = Element(c, g, p, m, v), b = Unlimited(c, g, p, m, v);
           ASSERT_EQ(tx_bits_from_f32(a.p), tx_bits_from_f32(b.p)) << g << " " << p << " " << m << " " << v;

@@ -304,7 +304,7 @@ inline void MemoryPlan(Call *call) {
   call->Never<int32_t>("strategy", &args->strategy, {-1, 4});
   call->Other<int64_t>("threads", &args->threads, {0, -1});  // there are no matrices, so `threads` is not used
   call->Never<int64_t>("matrices", &args->n_matrices, {-1, 1});
-  call->Never<int32_t>("averages", &args->ema_dtype, {TX_F16, -1});
+  call->Never<int32_t>("ema_dtype", &args->ema_dtype, {TX_F16, -1});
   if (p->n) call->Never<int32_t>("states", &states[0].exp_avg_dtype, {TX_NONE, TX_I64, 99});
   if (p->n) call->Never<int32_t>("states", &states[0].master_dtype, {TX_BF16, 99});
   call->run = [=](tx_error *error) { return tx_memory_plan(a->args, a->memory, error); };

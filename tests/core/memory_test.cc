@@ -630,9 +630,9 @@ TEST_P(MemoryBadTest, is_refused_and_nothing_is_written) {
 
 const Bad kBad[] = {
     {"size_unset", TX_ERROR_INVALID_ARGUMENT, "TX_MEMORY_ARGS_INIT", [](Question &q) { q.args.size = 0; }},
-    {"averages_in_8_bits", TX_ERROR_DTYPE, "averages are in uint8; legal: none, fp32, bf16, and bf16 with 8 bits more",
+    {"averages_in_8_bits", TX_ERROR_DTYPE, "ema_dtype is uint8; legal: none, fp32, bf16, and bf16 with ema_lows",
      [](Question &q) { q.args.ema_dtype = TX_U8; }},
-    {"averages_of_40_bits", TX_ERROR_DTYPE, "averages are in fp32 with 8 bits more",
+    {"averages_of_40_bits", TX_ERROR_DTYPE, "ema_dtype is fp32 with ema_lows",
      [](Question &q) {
        q.args.ema_dtype = TX_F32;
        q.args.ema_lows = 1;

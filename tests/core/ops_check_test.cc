@@ -131,7 +131,7 @@ TEST(CheckOverlap, AgreesWithEveryPairLookedAt) {
     ASSERT_EQ(tx_check_overlap(spans, 2, nullptr), expected ? TX_ERROR_OVERLAP : TX_OK) << round;
     // A remembered order of other memory, or a nonsensical one, makes no difference; the right one is used.
     for (int again = 0; again < 2; again++)
-      ASSERT_EQ(tx_check_overlap_noted(spans, 2, &order, nullptr), expected ? TX_ERROR_OVERLAP : TX_OK) << round;
+      ASSERT_EQ(tx_check_overlap_cached(spans, 2, &order, nullptr), expected ? TX_ERROR_OVERLAP : TX_OK) << round;
     if (round % 3 == 0) places[generator() % kPlaces] = static_cast<int32_t>(generator() % 12) - 2;
     found += expected;
   }
@@ -144,9 +144,9 @@ TEST(CheckOverlap, NotesTheOrderThatItFinds) {
   const tx_span spans[] = {{"outs", outs, 2, 1}, {"ins", ins, 2, 0}};
   int32_t places[4] = {};
   const tx_order order = {places, 4}, small = {places, 3};
-  EXPECT_EQ(tx_check_overlap_noted(spans, 2, &small, nullptr), TX_OK);
+  EXPECT_EQ(tx_check_overlap_cached(spans, 2, &small, nullptr), TX_OK);
   EXPECT_EQ(places[0], 0) << "no room";
-  EXPECT_EQ(tx_check_overlap_noted(spans, 2, &order, nullptr), TX_OK);
+  EXPECT_EQ(tx_check_overlap_cached(spans, 2, &order, nullptr), TX_OK);
   EXPECT_EQ(std::vector<int32_t>(places, places + 4), (std::vector<int32_t>{1, 3, 0, 2}));
 }
 

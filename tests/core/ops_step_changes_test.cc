@@ -244,9 +244,9 @@ TEST(StepChanges, DistancesAreThoseOfOrderedNumbers) {
     ASSERT_EQ(tx_ordered_16(static_cast<uint16_t>(bits | 0x8000)), -1 - here);
   }
   for (int32_t by = -40; by <= 40; by++)
-    ASSERT_EQ(tx_distance_between(100, 100 + by), std::abs(by) <= 7 ? by : -8);
-  EXPECT_EQ(tx_distance_between(INT32_MIN, INT32_MAX), -8);
-  EXPECT_EQ(tx_distance_between(INT32_MAX, INT32_MIN), -8);
+    ASSERT_EQ(tx_ulps_between(100, 100 + by), std::abs(by) <= 7 ? by : -8);
+  EXPECT_EQ(tx_ulps_between(INT32_MIN, INT32_MAX), -8);
+  EXPECT_EQ(tx_ulps_between(INT32_MAX, INT32_MIN), -8);
   for (int32_t a = -8; a <= 7; a++) {
     for (int32_t b = -8; b <= 7; b++) {
       const bool beyond = a == -8 || b == -8 || std::abs(a + b) > 7;

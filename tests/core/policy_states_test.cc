@@ -104,7 +104,7 @@ TEST_P(StatesRefusedTest, in_these_words) {
   EXPECT_STREQ(r.error.message, GetParam().message);
 }
 
-#define ONE_WORD ": states is one word for both moments and the masters; change one of them"
+#define SETS_ALL ": states sets both moments and the masters; change one of them"
 #define OF_STATES "; legal: none, fp32, bf16, bf16_remainder, 8bit"
 #define OF_STRATEGIES "; legal: no_shard, optim, optim_grads, optim_grads_params"
 #define STATES(word) "override_optimizer_config states=" word " contradicts "
@@ -113,20 +113,20 @@ TEST_P(StatesRefusedTest, in_these_words) {
 
 constexpr Refused kRefused[] = {
     {"moment", "model=bf16 opt.states=8bit opt.exp_avg_dtype=bf16", TX_ERROR_CONFLICT,
-     STATES("8bit") "override_optimizer_config exp_avg_dtype=bf16" ONE_WORD},
+     STATES("8bit") "override_optimizer_config exp_avg_dtype=bf16" SETS_ALL},
     {"other_moment", "model=bf16 opt.states=bf16 opt.exp_avg_sq_dtype=fp32", TX_ERROR_CONFLICT,
-     STATES("bf16") "override_optimizer_config exp_avg_sq_dtype=fp32" ONE_WORD},
+     STATES("bf16") "override_optimizer_config exp_avg_sq_dtype=fp32" SETS_ALL},
     {"moment_of_a_hook", "model=bf16 opt.states=8bit opt_hook.exp_avg_dtype=bf16", TX_ERROR_CONFLICT,
-     STATES("8bit") "override_optimizer_config (hook) exp_avg_dtype=bf16" ONE_WORD},
+     STATES("8bit") "override_optimizer_config (hook) exp_avg_dtype=bf16" SETS_ALL},
     {"no_remainders", "model=bf16 opt.states=8bit opt.store_param_remainders=False", TX_ERROR_CONFLICT,
-     STATES("8bit") "override_optimizer_config store_param_remainders=False" ONE_WORD},
+     STATES("8bit") "override_optimizer_config store_param_remainders=False" SETS_ALL},
     {"remainders", "model=bf16 opt.states=bf16 opt.store_param_remainders=True", TX_ERROR_CONFLICT,
-     STATES("bf16") "override_optimizer_config store_param_remainders=True" ONE_WORD},
+     STATES("bf16") "override_optimizer_config store_param_remainders=True" SETS_ALL},
     {"no_masters", "model=bf16 opt.states=8bit opt.main_params_dtype=None", TX_ERROR_CONFLICT,
-     STATES("8bit") "override_optimizer_config main_params_dtype=None: each of its words keeps masters in 32 bits; "
+     STATES("8bit") "override_optimizer_config main_params_dtype=None: every value of states keeps masters in 32 bits; "
                     "change one of them"},
     {"no_masters_by_the_old_name", "model=bf16 opt.states=bf16 ddp.preserve_fp32_weights=False", TX_ERROR_CONFLICT,
-     STATES("bf16") "override_ddp_config preserve_fp32_weights=False: each of its words keeps masters in 32 bits; "
+     STATES("bf16") "override_ddp_config preserve_fp32_weights=False: every value of states keeps masters in 32 bits; "
                     "change one of them"},
     {"precision_aware_off", "model=bf16 opt.states=bf16 opt.use_precision_aware_optimizer=False", TX_ERROR_CONFLICT,
      STATES("bf16") "override_optimizer_config use_precision_aware_optimizer=False: without the precision-aware "
@@ -146,7 +146,7 @@ constexpr Refused kRefused[] = {
      "optimizer_config exp_avg_dtype=bf16 contradicts the word states=8bit: the latter is stronger, and "
      "override_optimizer_config is stronger than both; change one of them"},
     {"config_against_an_override", "model=bf16 config.states=8bit opt.exp_avg_dtype=bf16", TX_ERROR_CONFLICT,
-     "optimizer_config states=8bit contradicts override_optimizer_config exp_avg_dtype=bf16" ONE_WORD},
+     "optimizer_config states=8bit contradicts override_optimizer_config exp_avg_dtype=bf16" SETS_ALL},
     {"others_8bit", "model=bf16 opt.states=int8", TX_ERROR_ILLEGAL_VALUE,
      UNKNOWN("int8") ": int8 is 8bit here" OF_STATES},
     {"others_bf16", "model=bf16 opt.states=BFloat16", TX_ERROR_ILLEGAL_VALUE,
@@ -267,7 +267,7 @@ TEST(PolicyWith, is_the_policy_that_an_override_would_have_made) {
 TEST(PolicyWith, a_contradiction_names_both) {
   const Resolved base = Resolve("model=bf16 opt.exp_avg_dtype=fp32 opt_hook.min_8bit_size=7");
   EXPECT_STREQ(With(base, {Text("states", "8bit")}).error.message,
-               "the argument states=8bit contradicts the policy's exp_avg_dtype=fp32" ONE_WORD);
+               "the argument states=8bit contradicts the policy's exp_avg_dtype=fp32" SETS_ALL);
   tx_setting size = {};
   size.key = "min_8bit_size";
   size.kind = TX_VALUE_INT;

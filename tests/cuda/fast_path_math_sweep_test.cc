@@ -121,11 +121,11 @@ TEST(QuickMath, RemaindersOfHalfAUnitAreNoticedInEitherHalf) {
       for (const uint32_t word : {half << 16 | other, other << 16 | half}) {
         const bool is = half == 0x8000 || other == 0x8000;
         if (is) {
-          ASSERT_TRUE(tx_is_half_way(tx_half_ways(word))) << word;
+          ASSERT_TRUE(tx_has_tie(tx_tie_bits(word))) << word;
         } else if (word >> 16 != 0x8001) {
-          ASSERT_FALSE(tx_is_half_way(tx_half_ways(word))) << word;
+          ASSERT_FALSE(tx_has_tie(tx_tie_bits(word))) << word;
         }
-        noticed += tx_is_half_way(tx_half_ways(word));
+        noticed += tx_has_tie(tx_tie_bits(word));
       }
   EXPECT_GT(noticed, 2 * 0x10000);
 }

@@ -90,7 +90,7 @@ MAKING: list[tuple[str, Callable[[], Any]]] = [
     ),
     ("contradicts", lambda: AdamW(model().parameters(), states="8bit", policy={"exp_avg_dtype": "fp32"})),
     (
-        "is one word for both moments and the masters",
+        "states sets both moments and the masters",
         lambda: AdamW(model().parameters(), states="8bit", policy={"exp_avg_dtype": "fp32"}),
     ),
     (

@@ -54,7 +54,7 @@ MUTANTS = {
     "planes": Mutant("csrc/ops/planes_layout.c", " || tx_planes_head_bytes(numel) > message.numel)", ")"),
     "publish": Mutant("csrc/ops/delta_segment_code.c", "> TX_DELTA_BOUND_MOST &&", "> TX_DELTA_BOUND_MOST + 1 &&"),
     "policy": Mutant("csrc/core/policy_fields.c", "x >= low : x > low", "x >= low : x >= low"),
-    "staged": Mutant("csrc/ops/staged.c", "if (comes_down(a, p.tensor))", "if (comes_down(a, 0))"),
+    "staged": Mutant("csrc/ops/staged.c", "if (is_copied_down(a, p.tensor))", "if (is_copied_down(a, 0))"),
     "stats": Mutant(
         "csrc/ops/stats.c", "if (non_finite && (!stats->first_bad || i + 1 < stats->first_bad))", "if (non_finite)"
     ),

@@ -137,7 +137,7 @@ WRONG = [
     Wrong("adamw_flat_", "params_of_another_dtype", signed_for(dtype=BF16), ("params", "shapes", "signature")),
     Wrong("adamw_flat_", "params_in_another_order", signed_for((130,), (5,), (0,), (1,)), ("params", "signature")),
     Wrong("adamw_flat_", "a_parameter_too_many", signed_for((5,), (130,), (0,), (1,), (0,)), ("params", "signature")),
-    Wrong("adamw_flat_", "params_elsewhere", put(18, lambda: 1), ("params", "elsewhere", "addresses")),
+    Wrong("adamw_flat_", "params_elsewhere", put(18, lambda: 1), ("params", "other addresses", "slices")),
     Wrong("adamw_flat_", "a_parameter_without_step", put_slice(0, 14, 0), ("steps[0]", "0 elements")),
     Wrong("cast_", "meta_with_a_row_too_few", put(4, lambda: torch.zeros(3, 3, dtype=I64)), ("meta", "3 rows", "srcs")),
     Wrong("bucket_pack_", "offsets_in_int32", lambda a: put(1, a[1].int())(a), ("offsets", "int64", "[n]")),

@@ -2,7 +2,7 @@
 device. Weights, states, deltas, averages and health have the CPU's bits.
 
 The GPU is a stand-in that computes with the CPU's functions (gpu_stand_in.py); tests/cuda/muon_test.cc and
-muon_noted_test.cc show that the CUDA passes compute the same.
+muon_extras_test.cc show that the CUDA passes compute the same.
 """
 
 import pathlib

@@ -256,8 +256,8 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
             policy=torch_ext.load_policy(torch.bfloat16, override_optimizer_config={"exp_avg_dtype": "bf16"}),
         ),
         ValueError,
-        "the argument states=8bit contradicts the policy's exp_avg_dtype=bf16: states is one word for both moments and "
-        "the masters; change one of them",
+        "the argument states=8bit contradicts the policy's exp_avg_dtype=bf16: states sets both moments and the "
+        "masters; change one of them",
     ),
     "states twice": (
         lambda: AdamW(one(), states="8bit", policy={"states": "bf16"}),

@@ -131,7 +131,7 @@ struct counter {
 typedef tx_table<counter, bounds> bounds_table;
 
 /* Marks parameters whose masters were resynced: it is unknown how far their weights moved. */
-__global__ void __launch_bounds__(TX_BLOCK_THREADS) mark_moved(const __grid_constant__ bounds_table t) {
+__global__ void __launch_bounds__(TX_BLOCK_THREADS) mark_moved_unknown(const __grid_constant__ bounds_table t) {
   const int64_t tiles = tx_table_tiles(t);
   for (int64_t number = tx_first_tile(); number < tiles; number += tx_tile_step()) {
     const tx_tile tile = tx_table_tile(t, number);
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(TX_BLOCK_THREADS) mark_moved(const __grid_cons
     const unsigned long long count = *b.resynced_masters;
     if (tile.begin == 0 && tx_lane_id() == 0) tx_count(t.common.resynced, (int64_t)count);
     for (int32_t i = (int32_t)tx_lane_id(); b.moved && count && i < tile.count; i += TX_WARP)
-      tx_write_value((char *)b.moved + 2 * (tile.begin + i), TX_MOVED_ANYHOW);
+      tx_write_value((char *)b.moved + 2 * (tile.begin + i), TX_MOVED_UNKNOWN);
   }
 }
 
@@ -148,7 +148,7 @@ tx_status mark_all(const tx_cuda_scope *scope, const tx_muon_update_args *a, con
   static const char name[] = "marking what others wrote";
   bounds_table t;
   t.common = counter{resynced};
-  const auto launch = [&] { return tx_cuda_launch(scope, mark_moved, t, name, error); };
+  const auto launch = [&] { return tx_cuda_launch(scope, mark_moved_unknown, t, name, error); };
   const auto bounds_of = [&](int64_t i) {
     const tx_tensor moved = tx_at_or_none(a->moved, i);
     return bounds{(a->params[i].numel + TX_BLOCK - 1) / TX_BLOCK, moved.numel ? moved.data : NULL, notes.counts + i};
@@ -180,7 +180,7 @@ void begin(table *t) {
 /* Adds a piece of parameter i from element `begin` on, as long as there is room for its runs. Returns where it ends: at
  * a checksum's block or at the parameter's end. *k: the row of a->parts that `begin` is in; becomes the row of the
  * end. */
-int64_t add_piece(table *t, const tx_muon_update_args *a, const tx_left_behind &left, int64_t i, int64_t begin,
+int64_t add_piece(table *t, const tx_muon_update_args *a, const tx_step_outputs &outputs, int64_t i, int64_t begin,
                   int64_t *k) {
   common *const c = &t->common;
   const int32_t first_run = c->n_runs;
@@ -203,7 +203,7 @@ int64_t add_piece(table *t, const tx_muon_update_args *a, const tx_left_behind &
   e.checksums = e.master_dtype == TX_I16 ? tx_advanced(checksums, begin / TX_CHECKSUM) : NULL;
   e.first_run = first_run;
   e.n_runs = c->n_runs - first_run;
-  e.extras = tx_extras_of(left, i, begin);
+  e.extras = tx_extras_of(outputs, i, begin);
   (void)tx_table_add(t, e);
   return end;
 }
@@ -213,7 +213,7 @@ int64_t add_piece(table *t, const tx_muon_update_args *a, const tx_left_behind &
 tx_status tx_muon_step_with_extras(const tx_cuda_scope *scope, const tx_muon_update_args *a, const tx_cuda_call *call,
                                    tx_error *error) {
   static const char name[] = "Muon's update";
-  const tx_left_behind left = TX_LEFT_BEHIND_OF(a);
+  const tx_step_outputs outputs = TX_STEP_OUTPUTS_OF(a);
   table t;
   t.common.rounding = tx_muon_rounding_of(a);
   t.common.ema_weight = (float)(1.0 - a->ema_decay);
@@ -226,7 +226,7 @@ tx_status tx_muon_step_with_extras(const tx_cuda_scope *scope, const tx_muon_upd
     const int64_t i = a->parts[k].tensor, numel = a->params[i].numel;
     for (int64_t at = 0; at < numel;) {
       const bool full = t.n == table::kCapacity || t.common.n_runs == TX_RUNS;
-      if (!full) at = add_piece(&t, a, left, i, at, &k);
+      if (!full) at = add_piece(&t, a, outputs, i, at, &k);
       if (at == numel) break;
       TX_FORWARD(tx_cuda_launch(scope, update, t, name, error));
       begin(&t);
