@@ -159,7 +159,7 @@ tx_cycle_answer tx_cycle_begin(tx_cycle *c, int32_t sync, int32_t steps) {
   tx_cycle_notice_unfinished_step(c);
   if (tx_cycle_has_failed(c)) return tx_cycle_refuse(c, "gradients cannot be reduced any more: %s", c->failure);
   if (c->n_gathered < c->n_gathers)
-    return tx_cycle_refuse(c, "a backward begins before the last step's weights are there");
+    return tx_cycle_refuse(c, "a backward begins before the last step's weights are gathered");
   if (c->phase != TX_PHASE_IDLE) return tx_cycle_refuse(c, "a backward begins in another that has not ended");
   c->phase = sync || c->row->every_backward ? TX_PHASE_REDUCING : TX_PHASE_ACCUMULATING;
   c->steps_in_backward = steps && c->phase == TX_PHASE_REDUCING && !c->may_reorder;

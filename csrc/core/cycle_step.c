@@ -30,7 +30,7 @@ tx_cycle_answer tx_cycle_check_step(tx_cycle *c, const uint8_t *grads) {
   tx_cycle_notice_unfinished_step(c);
   if (tx_cycle_has_failed(c)) return tx_cycle_refuse(c, "step() after an exchange that failed: %s", c->failure);
   if (c->phase != TX_PHASE_IDLE) return tx_cycle_refuse(c, "step() during a backward: call it after that");
-  if (c->n_gathered < c->n_gathers) return tx_cycle_refuse(c, "step() before the last step's weights are there");
+  if (c->n_gathered < c->n_gathers) return tx_cycle_refuse(c, "step() before the last step's weights are gathered");
   int64_t unreduced = -1;
   int broken = 0, nonfinite = 0;
   for (int64_t i = c->args.n_params; i-- > 0;) {

@@ -45,7 +45,7 @@ tx_status tx_policy_check_conflicts(const tx_policy_inputs *in, const tx_policy_
     } else if (in->given.values.param_dtype != model.values.param_dtype) {
       return tx_policy_fail_conflict(all.where[TX_POLICY_param_dtype], &all.values, TX_POLICY_param_dtype,
                                      "the model's", &model.values, TX_POLICY_param_dtype,
-                                     "the parameters are what they are", error);
+                                     "the policy cannot change the dtype of the parameters", error);
     }
   }
   const tx_policy *given = &all.values;

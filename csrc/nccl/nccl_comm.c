@@ -83,9 +83,10 @@ static tx_status settle(tx_nccl_comm *comm, int which, int result, const char *w
   for (long question = 0; result == TX_NCCL_IN_PROGRESS; question++) {
     if (now() > deadline) {
       char message[512];
-      (void)tx_text_format(message, sizeof message,
-                           "%s on rank %d of %d: not done after %g s. A rank did not come, or is that far behind", what,
-                           comm->rank, comm->n_ranks, comm->timeout_seconds);
+      (void)tx_text_format(
+          message, sizeof message,
+          "%s on rank %d of %d: not done after %g s. A rank did not make this call, or is that far behind", what,
+          comm->rank, comm->n_ranks, comm->timeout_seconds);
       return abort_with(comm, error, message);
     }
     (void)pthread_mutex_unlock(&comm->lock);

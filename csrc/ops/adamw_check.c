@@ -116,7 +116,7 @@ static tx_status fail_combo(const tx_adamw_args *a, int64_t i, tx_error *error) 
     (void)snprintf(what, sizeof what, "exp_avg%s[%lld]", tx_combo_moment(exp_avg) < 0 ? "s" : "_sqs", (long long)i);
     list_moments(legal);
   } else {
-    (void)snprintf(what, sizeof what, "masters[%lld] beside params of %s", (long long)i, tx_dtype_name(param));
+    (void)snprintf(what, sizeof what, "masters[%lld] with params of %s", (long long)i, tx_dtype_name(param));
     list_masters(param, legal);
   }
   return tx_fail(error, TX_ERROR_DTYPE,

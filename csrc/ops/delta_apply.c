@@ -260,8 +260,8 @@ static tx_status judge(const tx_delta_receiver *r, tx_delta_plan *plan, int full
     const int all = !full || !(e->run.flags & TX_DELTA_RUN_FULL) || (uint32_t)(e->full >> 32) == e->run.full;
     if (touched && all) continue;
     return tx_fail(error, TX_ERROR_MISMATCH,
-                   "\"%s\": elements [%" PRId64 ", %" PRId64 ") are not what version %" PRId64
-                   " was made of (somebody wrote to them; part %d of version %" PRId64
+                   "\"%s\": elements [%" PRId64 ", %" PRId64 ") are not the weights that version %" PRId64
+                   " was made from (something else wrote to them; part %d of version %" PRId64
                    "); legal: begin with a full message",
                    r->params[e->run.param].name, e->run.offset, e->run.offset + e->run.numel, e->part->version - 1,
                    e->part->part, e->part->version);

@@ -79,7 +79,8 @@ typedef struct look {
 
 static tx_status look_begin(look *l, int64_t n, tx_error *error) {
   char *memory = calloc((size_t)n + 1, 2 * sizeof(int64_t) + sizeof(tx_tensor));
-  if (!memory) return tx_fail(error, TX_ERROR_OUT_OF_MEMORY, "no memory to look at %lld params", (long long)n);
+  if (!memory)
+    return tx_fail(error, TX_ERROR_OUT_OF_MEMORY, "no memory to compare %lld params with their masters", (long long)n);
   l->counts = (int64_t *)(void *)memory;
   l->suspect = l->counts + n;
   l->masters = (tx_tensor *)(void *)(l->suspect + n);

@@ -141,8 +141,8 @@ static tx_status decode_blocks(const tx_planes_message *message, int64_t begin, 
     const int64_t skip = begin > from ? begin - from : 0, end = stop < from + n ? stop - from : n;
     const int64_t bytes = tx_planes_row_at(message->bytes, b).bytes;
     if (!get_block(work, at, bytes, n, message->dtype, skip, end - skip, to)) {
-      return tx_fail(error, TX_ERROR_BAD_STATE, "message is not one that tx_planes_encode made: its block %lld is none",
-                     (long long)b);
+      return tx_fail(error, TX_ERROR_BAD_STATE,
+                     "message is not one that tx_planes_encode made: its block %lld cannot be decoded", (long long)b);
     }
     to += (end - skip) * width;
     at += bytes;

@@ -44,6 +44,7 @@ tx_status tx_check_signatures(const tx_value *params, int64_t forms, int64_t add
   for (int64_t i = 0; addresses && i < params->n; i++)
     signature = signed_with(signature, (int64_t)(intptr_t)params->tensors[i].data);
   if (addresses && addresses != closed(signature))
-    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "params lie elsewhere than they did (addresses)");
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
+                   "params have moved to other addresses than those that the call was made for (addresses)");
   return TX_OK;
 }

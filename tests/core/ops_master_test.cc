@@ -309,9 +309,9 @@ TEST(Resync, RefusesWithAMessageAndWritesNothing) {
         {"params is NULL", TX_ERROR_INVALID_ARGUMENT, nullptr, &m, 0, c1},
         {"masters is NULL", TX_ERROR_INVALID_ARGUMENT, &p, nullptr, 0, c1},
         {"masters[0] has 99 elements and params[0] has 100", TX_ERROR_SHAPE, &p, &shorter, 0, c1},
-        {"masters[0] is fp16 beside params[0] of bf16; fp32 or int16 may stand there", TX_ERROR_DTYPE, &p, &h, 0, c1},
-        {"int16 beside params[0] of fp16; fp32 may stand there", TX_ERROR_DTYPE, &h, &r, 0, c1},
-        {"fp32 beside params[0] of fp32; none may stand there", TX_ERROR_DTYPE, &f, &m, 0, c1},
+        {"masters[0] is fp16 with params[0] of bf16; fp32 or int16 is legal there", TX_ERROR_DTYPE, &p, &h, 0, c1},
+        {"int16 with params[0] of fp16; fp32 is legal there", TX_ERROR_DTYPE, &h, &r, 0, c1},
+        {"fp32 with params[0] of fp32; none is legal there", TX_ERROR_DTYPE, &f, &m, 0, c1},
         {"changed has 2 elements; 1", TX_ERROR_SHAPE, &p, &m, 0, two.tensor()},
         {"share memory", TX_ERROR_OVERLAP, &p, &m, 0, {master.data() + 8, 1, TX_I64, 0}}}) {
     SCOPED_TRACE(c.says);

@@ -246,8 +246,8 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "remainders beside fp32": (
         lambda: AdamW(MODEL.parameters(), states="bf16_remainder"),
         ValueError,
-        "the argument states=bf16_remainder contradicts the model's param_dtype=fp32: remainders stand beside bf16 "
-        "weights only; change one of them",
+        "the argument states=bf16_remainder contradicts the model's param_dtype=fp32: remainders need bf16 weights; "
+        "change one of them",
     ),
     "states and a policy": (
         lambda: AdamW(

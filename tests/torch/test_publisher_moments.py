@@ -337,8 +337,8 @@ def test_a_silent_write_without_a_master_is_found_by_the_engine() -> None:
     trainer.step()
     trainer.params[0].data[3, 5] = 7
     assert _refused(lambda: engine.subscriber.apply(trainer.publisher.publish())) == (
-        '"p0[130, 37]": elements [0, 4810) are not what version 1 was made of (somebody wrote to them; part 0 of '
-        "version 2); legal: begin with a full message"
+        '"p0[130, 37]": elements [0, 4810) are not the weights that version 1 was made from (something else wrote to '
+        "them; part 0 of version 2); legal: begin with a full message"
     )
     engine.subscriber.apply(trainer.publisher.full(), "full")
     assert engine.differs(trainer.model) == []
