@@ -194,8 +194,8 @@ def control_communicator(group: dist.ProcessGroup, device: torch.device) -> Comm
     if group not in _groups:
         if not dist.is_gloo_available():
             raise RuntimeError(
-                "the process group moves device memory only, and this torch has no gloo for what ranks tell each "
-                "other: use a torch that has it"
+                "the process group moves device memory only, and torch_ext also exchanges metadata between hosts "
+                "over gloo, which this torch is built without: use a torch with gloo"
             )
         ranks = dist.get_process_group_ranks(group)
         timeout = datetime.timedelta(seconds=timeout_of(group, device))
