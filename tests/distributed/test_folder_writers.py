@@ -90,7 +90,7 @@ class Run:
 
 
 HELD = r"is being saved to by (process (1|1\d) on \S+, since .*|a process that left no name), and one save at a time"
-GIVEN_UP = r"another save, which could not see that this one was alive, removed it"
+GIVEN_UP = r"another save considered this one dead and removed its files"
 
 # locks, after how many seconds a save is taken for dead where no lock says, and what jobs in each other's way are told
 CASES: dict[str, tuple[str, float, str | None]] = {

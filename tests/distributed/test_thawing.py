@@ -202,7 +202,9 @@ def _torchs(rank: int, world: int) -> None:
     _steps(model, theirs, range(2))
     had = bits(list(theirs.state[model.p0].values()))
     _set_trained(model, {1, 2})
-    with pytest.raises(TypeError, match="AdamW cannot be passed as optimizer= from 'no_shard' to 'optim'.*torch_ext.AdamW"):
+    with pytest.raises(
+        TypeError, match="AdamW cannot be passed as optimizer= from 'no_shard' to 'optim'.*torch_ext.AdamW"
+    ):
         torch_ext.parallelize(model, _policy("fp32"), strategy="optim", optimizer=theirs)
     torch_ext.parallelize(model, _policy("fp32"), strategy="no_shard", optimizer=theirs)
     _steps(model, theirs, range(2, 3))

@@ -81,7 +81,7 @@ class KeptChanges:
             raise RuntimeError(f"{doing}: another WeightPublisher was made of this optimizer; use that one")
         if self._runs.layout_changed():
             raise RuntimeError(
-                f"{doing}: the model is cut otherwise than when the WeightPublisher was made (parallelize, "
+                f"{doing}: the model is sharded differently than when the WeightPublisher was made (parallelize, "
                 "fully_shard?); make a new one"
             )
 
