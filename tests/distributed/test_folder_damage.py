@@ -221,7 +221,9 @@ def test_what_torch_checks_of_a_folder_without_checksums_is_checked(tmp_path: pa
     at = raw.index(OLD["model"]["a"].numpy().tobytes()) + 5  # type: ignore[index]
     file.write_bytes(raw[:at] + bytes([raw[at] ^ 4]) + raw[at + 1 :])
     target = blank(OLD)
-    with pytest.raises(CheckpointException, match=rf"{re.escape(str(file))} is damaged: of 'model\.a' the record"):
+    with pytest.raises(
+        CheckpointException, match=rf"{re.escape(str(file))} is damaged: the record '\S+' of 'model\.a'"
+    ):
         load_into(target, tmp_path / "old")
     assert bits(target) == bits(blank(OLD))
     assert bits(load_into(target, tmp_path / "old", check=False)) != bits(OLD)
