@@ -308,7 +308,7 @@ def test_the_plan_of_matrices_is_what_is_measured(strategy: str, world: int, thr
 
 def test_matrices_that_are_refused() -> None:
     policy = _of_states("bf16")
-    with pytest.raises(ValueError, match="no parameter is a matrix of Muon's: shapes are needed"):
+    with pytest.raises(ValueError, match="no parameter is a matrix that Muon steps: give shapes"):
         plan_memory([1000, 7], policy, 1, muon=MuonOptions())
     shapes = {"p": torch.empty(30, 20, dtype=BF16, device="meta")}
     with pytest.raises(ValueError, match="split of 'p' is 7"):

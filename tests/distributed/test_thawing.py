@@ -223,8 +223,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a policy with other states": (
         {"policy": _policy("masters")},
         ValueError,
-        "the policy has changed: it stores the state of 'p0' as moments in torch.bfloat16 and torch.bfloat16 with an fp32 "
-        "master, and the optimizer has moments in torch.uint8 .* in remainders",
+        "the policy has changed: it stores the state of 'p0' as moments in torch.bfloat16 and torch.bfloat16 with an "
+        "fp32 master, and the optimizer has moments in torch.uint8 .* in remainders",
     ),
     "no optimizer": ({"optimizer": None}, RuntimeError, r"AdamW\) has state for parameter 'p0'.*optimizer=optimizer"),
     "a model": ({"optimizer": "model"}, TypeError, "optimizer is a Given; an optimizer, or a list of them"),

@@ -130,7 +130,7 @@ def test_averages_and_masters_that_are_swapped_in(policy: str) -> None:
         for where, (swapped, what) in swaps.items():
             with swapped():
                 for doing, call in _calls(publisher, net, optimizer).items():
-                    expected = f"{doing} within {where}: parameters are their {what} there; leave it first"
+                    expected = f"{doing} within {where}, where parameters hold their {what}; leave it first"
                     assert _refused(call) == expected
         following.takes()
         if averaged:

@@ -172,7 +172,10 @@ class Adam(MeasuringOptimizer):
         Returns the number of elements that changed, of this rank.
         """
         if state_dict is not None and force:
-            raise ValueError("resync_masters(): force=True takes masters from the weights, state_dict from elsewhere")
+            raise ValueError(
+                "resync_masters(): force=True takes masters from the weights, state_dict= gives other ones; pass one "
+                "of the two"
+            )
         self._masters_may_change("resync_masters()")
         with torch.no_grad():
             if state_dict is not None:
@@ -195,7 +198,7 @@ class Adam(MeasuringOptimizer):
         """
         self.refuse_between("master_weights()")
         self._masters_may_change("master_weights()")
-        self._open = "master_weights(): parameters are their masters there"
+        self._open = "master_weights(), where parameters hold their masters"
         try:
             with torch.no_grad(), master_sync.opened(self._states, self._stepper) as masters:
                 yield masters

@@ -100,7 +100,7 @@ class GradientRelease:
             return
         if id(p) in self._seen:
             raise RuntimeError(
-                f"{_ON}: {self._names([p])} got a second gradient in one backward, when the first was stepped: "
+                f"{_ON}: {self._names([p])} got a second gradient in one backward, after the first was stepped: "
                 "checkpoint with use_reentrant=False"
             )
         self._seen.add(id(p))
@@ -186,8 +186,8 @@ class GradientRelease:
         again = [p for p in self._stepped if p.grad is not None]
         if again:
             raise RuntimeError(
-                f"step() with gradients of {self._names(again)}, which were stepped in backward ({_ON}) and have other "
-                "ones now: drop them with zero_grad()"
+                f"step() with gradients of {self._names(again)}, which were stepped in backward ({_ON}) and have new "
+                "gradients now: drop them with zero_grad()"
             )
 
     def refuse_clipping(self) -> None:
