@@ -98,7 +98,7 @@ tx_status fail_of_earlier_work(cudaError_t left, tx_error *error) {
   return tx_fail(
       error, TX_ERROR_BAD_STATE,
       "earlier work on this device failed with %s (%s), and nothing was launched now; CUDA_LAUNCH_BLOCKING=1 "
-      "shows which kernel it was",
+      "shows which call it was",
       cudaGetErrorName(left), cudaGetErrorString(left));
 }
 

@@ -398,7 +398,7 @@ def test_of_two_publishers_the_later_one_is_told() -> None:
     trainer.step()
     earlier = _calls(trainer.publisher, trainer.model, trainer.optimizer)
     for doing in ("publish()", "full()", "publish_patches()"):
-        expected = f"{doing}: another WeightPublisher was made of this optimizer; use that one"
+        expected = f"{doing}: a newer WeightPublisher was made for this optimizer; use that one"
         assert _refused(earlier[doing]) == expected
     following.takes()
 

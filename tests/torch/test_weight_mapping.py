@@ -142,7 +142,7 @@ BAD_MAPPINGS: list[tuple[dict[str, Any], str]] = [
     ({"a": WeightSlice("w", of=slice(0, 6))}, "pass shape= too"),
     ({"a": WeightSlice("w", of=slice(0, 5), shape=(12, 4))}, r"has shape \(5, 4\), and 'w' has \(6, 4\)"),
     ({"a": WeightSlice("w", of=slice(0, 12, 2), shape=(12, 4))}, "slices of step 1"),
-    ({"a": WeightSlice("w", at=(0, 0), transposed=True)}, "transposed takes 2"),
+    ({"a": WeightSlice("w", at=(0, 0), transposed=True)}, "transposed needs 2"),
     ({"a": []}, "a name, a WeightSlice, several of them, or a meta tensor"),
     ({"a": 3}, "a name, a WeightSlice"),
     ({"a": W}, "a tensor: pass the name"),

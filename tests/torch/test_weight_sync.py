@@ -296,7 +296,7 @@ def test_after_a_restart_a_new_chain_begins_and_engines_say_so() -> None:
     engine.subscriber.apply(trainer.publisher.publish())
     restarted = torch_ext.WeightPublisher(trainer.model, trainer.optimizer)
     assert restarted.version == 0
-    with pytest.raises(RuntimeError, match="another WeightPublisher was made of this optimizer"):
+    with pytest.raises(RuntimeError, match="a newer WeightPublisher was made for this optimizer"):
         trainer.publisher.publish()
     trainer.step()
     delta = restarted.publish()

@@ -81,7 +81,7 @@ def _missing_masters(reading: Reading, but: set[str]) -> Iterator[Finding]:
         yield finding(
             "upcast_missing",
             "fp32 masters were asked for, and none are kept for these 16-bit parameters, or they are in 16 bits "
-            "themselves: a load casts them to the parameter's dtype, or the optimizer ignores the option for it.",
+            "themselves: a load casts them to the parameter's dtype, or the optimizer ignores the option.",
             list(found),
             "optimizer = torch_ext.AdamW(model.parameters(), lr=lr)  # fp32 masters for 16-bit parameters",
             *_elements(reading, list(found)),

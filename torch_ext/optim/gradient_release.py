@@ -100,8 +100,8 @@ class GradientRelease:
             return
         if id(p) in self._seen:
             raise RuntimeError(
-                f"{_ON}: {self._names([p])} got a second gradient in one backward, after the first was stepped: "
-                "checkpoint with use_reentrant=False"
+                f"{_ON}: {self._names([p])} got a second gradient in one backward, after the first was stepped: use "
+                "activation checkpointing with use_reentrant=False"
             )
         self._seen.add(id(p))
         self._pending.append(p)
@@ -219,8 +219,8 @@ class GradientRelease:
         if self._stepped:
             raise RuntimeError(
                 f"a second backward before step(): {_ON}, so the first one's gradients were applied already. To "
-                "accumulate gradients leave out step_in_backward; else call step() first. Checkpoints with "
-                "use_reentrant=True are backwards of their own: use_reentrant=False is legal"
+                "accumulate gradients leave out step_in_backward; else call step() first. Activation checkpointing "
+                "with use_reentrant=True runs backwards of its own: use_reentrant=False is legal"
             )
 
     def _names(self, params: Sequence[Tensor]) -> str:

@@ -179,7 +179,7 @@ def carried(
                 f"{type(optimizer).__name__} cannot be passed as optimizer= from "
                 f"{before[0] if before else 'no strategy'!r} to {strategy!r}: its state would have to be converted "
                 "to the new layout, which parallelize does for torch_ext.AdamW and torch_ext.Adam only; other "
-                "optimizers are legal from no_shard to no_shard"
+                "optimizers are legal if the strategy stays no_shard or optim_grads_params"
             )
     return optimizers, found
 

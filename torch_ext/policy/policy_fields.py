@@ -91,6 +91,6 @@ class PolicyFields:
     )
     min_8bit_size = Field[int]("With 8-bit moments, parameters with fewer elements than this keep fp32 moments.")
     link_gbps = Field[float | None](
-        "Bandwidth of a rank's link in Gbit/s; None: ranks measure it before the first collective."
+        "Bandwidth of a rank's link in Gbit/s; None: ranks measure it when they agree on a layout."
     )
     create_all_gather_group = Field[bool]("Whether all-gathers between GPUs use an NCCL communicator of their own.")

@@ -125,7 +125,9 @@ def _view(name: str, one: WeightSlice, tensors: Mapping[str, Tensor]) -> Tensor:
     except (IndexError, TypeError, ValueError) as error:
         raise ValueError(f"mapping[{name!r}]: {one.tensor!r} has no part {one.at!r}: {error}") from None
     if one.transposed and view.dim() < 2:
-        raise ValueError(f"mapping[{name!r}]: {one.tensor!r} there has {view.dim()} dimensions; transposed takes 2")
+        raise ValueError(
+            f"mapping[{name!r}]: that part of {one.tensor!r} has {view.dim()} dimensions; transposed needs 2"
+        )
     return view.transpose(-1, -2) if one.transposed else view
 
 

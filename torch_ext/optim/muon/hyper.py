@@ -125,9 +125,8 @@ def adamw_defaults(given: Mapping[str, Any] | None, lr: Any, policy: Policy) -> 
     if "lr" in given:
         if not (is_number(given["lr"]) and is_number(lr) and float(lr) > 0 and float(given["lr"]) >= 0):
             raise ValueError(
-                f"adamw has lr {given['lr']!r}, and the optimizer has lr {lr!r}: schedulers keep the ratio of the "
-                "two, so a number >= 0 with an lr > 0 is legal. For an independent lr make a group with "
-                "algorithm='adamw'"
+                f"adamw has lr {given['lr']!r}, and Muon has lr {lr!r}: schedulers keep the ratio of the two, so a "
+                "number >= 0 with an lr > 0 is legal. For an independent lr make a group with algorithm='adamw'"
             )
         ratio = float(given["lr"]) / float(lr)
     return {

@@ -59,8 +59,8 @@ def refuse(m: ParamState, form: MatrixForm) -> None:
     whole = m.weight if is_dtensor(m.param) else m.param
     if not (whole.is_contiguous() or (_is_matrix(whole, form) and dense.is_dense(whole[:1]))):
         raise RuntimeError(
-            f"{m.name} has strides {tuple(whole.stride())}, and Muon takes rows that follow each other in memory: "
-            "make the parameter from a contiguous tensor"
+            f"{m.name} has strides {tuple(whole.stride())}, and Muon needs rows that are contiguous in memory: make "
+            "the parameter from a contiguous tensor"
         )
 
 
