@@ -155,10 +155,10 @@ def test_steps_in_backward_measure_themselves() -> None:
 
 def test_nothing_measured_is_an_error_that_says_what_to_do() -> None:
     model, optimizer = trained()
-    with pytest.raises(RuntimeError, match=r"no step was asked to measure; call measure_health\(\)"):
+    with pytest.raises(RuntimeError, match=r"measure_health\(\) was not called; call measure_health\(\)"):
         optimizer.health()
     optimizer.measure_health()
-    with pytest.raises(RuntimeError, match=r"no step came since measure_health\(\)"):
+    with pytest.raises(RuntimeError, match=r"no step was taken since measure_health\(\)"):
         optimizer.health()
 
 
