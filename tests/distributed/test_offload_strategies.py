@@ -322,7 +322,7 @@ def _held(rank: int, world: int, strategy: str) -> None:
     one_step(model, optimizer, 0, rank)
     before = content(model, optimizer)
     held = model.state_dict()
-    refused(partial(torch_ext.offload, model, optimizer), r"offload while a state_dict\(\).*held")
+    refused(partial(torch_ext.offload, model, optimizer), r"offload while a state_dict\(\).*still referenced")
     torch_ext.offload(model, optimizer, params=False)
     torch_ext.onload(model, optimizer)
     del held
