@@ -76,7 +76,10 @@ def text(folder: pathlib.Path, saves: pathlib.Path) -> None:
 
 # how -> what is done to a copy of the former one, and what is said
 BROKEN: dict[str, tuple[Callable[[pathlib.Path, pathlib.Path], None], str]] = {
-    "a file that ends too early": (truncated(1000), r"__1_\S+\.distcp is truncated: it has \d+ bytes of \d+.*'\S+'"),
+    "a file that ends too early": (
+        truncated(1000),
+        r"__1_\S+\.distcp is truncated: it has \d+ of \d+ bytes, and '\S+' is incomplete",
+    ),
     "a file without its last byte": (truncated(1), r"__1_\S+\.distcp is truncated"),
     "a file that is missing": (missing, r"__1_\S+\.distcp is missing: '\S+' and \d+ more"),
     "another step's file": (file_of("later", 1), r"__1_\S+\.distcp is of another save or rank than \.metadata"),
