@@ -133,7 +133,9 @@ def _record(header: dict[str, Any], begin: int) -> Record:
     if form == "beside":
         place = Place(str(header["key"]), _sizes(header["offsets"]), shape)
         if len(place.offsets) != len(shape) or parts[1].numel != parts[2].numel:
-            raise ValueError("offsets")
+            raise ValueError(
+                "its weight's offsets do not fit its shape, or its remainder's indices and values differ in number"
+            )
     numel, skip = prod(shape), _size(header.get("skip", 0))
     span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     enough = parts[0].numel >= skip + numel if form == "scaled" else parts[0].numel == numel

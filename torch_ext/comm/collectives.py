@@ -199,5 +199,5 @@ def control_communicator(group: dist.ProcessGroup, device: torch.device) -> Comm
             )
         ranks = dist.get_process_group_ranks(group)
         timeout = datetime.timedelta(seconds=timeout_of(group, device))
-        _groups[group] = group_calls.new_group(ranks, timeout, group, "a gloo group beside the process group")
+        _groups[group] = group_calls.new_group(ranks, timeout, group, "a gloo group for the process group's hosts")
     return GlooCommunicator(_groups[group], _HOST)
