@@ -43,16 +43,12 @@ class _PlanInput(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument(
-        "--params",
-        type=_count,
-        metavar="N",
-        help=f"number of parameters, 7B or 7e9 for example, assumed in {_TENSORS} equal tensors",
+        "--params", type=_count, metavar="N", help=f"number of parameters, such as 7B, in {_TENSORS} equal tensors"
     )
     model.add_argument(
         "--numels",
         metavar="FILE",
-        help='file with a line "elements" or "name elements" for each tensor, in '
-        "registration order; - is the standard input",
+        help='file of lines "elements" or "name elements", in registration order; - is the standard input',
     )
     model.add_argument(
         "--model",

@@ -41,7 +41,7 @@ def _of_dtensor(m: ParamState) -> Sharing | None:
     runs = local_shard.runs_of_dtensor(m.param)
     if len(groups) > 1 or runs is None or not _is_local_run(runs[groups[0].rank()], m):
         raise RuntimeError(
-            f"{m.name} is sharded with placements {tuple(m.param.placements)}, and Muon gathers only matrices that "
+            f"{m.name} is sharded with placements {tuple(m.param.placements)}, and Muon gathers only matrices that "  # type: ignore[attr-defined]
             "are sharded by rows over one dimension of the mesh: Shard(0), as fully_shard does, is legal; or put it "
             "into a group with algorithm='adamw'"
         )
