@@ -162,7 +162,7 @@ def _inconsistent(t: Trained) -> str:
     if m is None or v is None or m.numel() != v.numel():
         return ""
     if t.step() == 0 and bool(m.any()):
-        return "Moments of earlier steps, but step is 0: the bias correction makes the next update too large."
+        return "Moments of earlier steps at step 0: the bias correction makes the next update too large."
     one, two = betas
     if one == 0 or one * one >= two or two >= 1:
         return ""
