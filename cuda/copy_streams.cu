@@ -35,8 +35,8 @@ static tx_status copy(void *ctx, int32_t up, void *to, const void *from, int64_t
 static tx_status mark_of(const tx_cuda_copies *copy_ops, int32_t up, int64_t slot, cudaEvent_t **mark,
                          tx_error *error) {
   if (slot < 0 || slot >= copy_ops->slots)
-    return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "slot %lld of copy_ops of %lld slots", (long long)slot,
-                   (long long)copy_ops->slots);
+    return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "slot %lld of copy_ops; slots in [0, %lld) are legal",
+                   (long long)slot, (long long)copy_ops->slots);
   *mark = &copy_ops->marks[up ? TX_UP : TX_DOWN][slot];
   return TX_OK;
 }
@@ -73,7 +73,7 @@ static tx_status follow(void *ctx, int64_t slot, tx_error *error) {
   if (!*mark) return TX_OK;
   TX_FORWARD(enter(copy_ops, &before, error));
   const cudaError_t answer = cudaStreamWaitEvent(copy_ops->streams[TX_DOWN], *mark, 0);
-  return leave(copy_ops, before, tx_cuda_answered(answer, "letting a stream wait", error));
+  return leave(copy_ops, before, tx_cuda_answered(answer, "making a stream wait for a copy", error));
 }
 
 tx_status tx_cuda_copies_make(int32_t device, void *down, void *up, int64_t slots, tx_copy_ops *copy_ops,

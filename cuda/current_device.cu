@@ -38,7 +38,7 @@ bool may_have_context(int32_t device) {
 
 tx_status tx_cuda_make_current(int32_t device, int32_t *before, tx_error *error) {
   int current = 0;
-  TX_FORWARD(tx_cuda_answered(cudaGetDevice(&current), "asking for the device", error));
+  TX_FORWARD(tx_cuda_answered(cudaGetDevice(&current), "querying the current device", error));
   *before = current;
   if (current == device) return TX_OK;
   return tx_cuda_answered(cudaSetDevice(device), "making the device current", error);

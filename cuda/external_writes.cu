@@ -73,7 +73,7 @@ tx_status compare_checksums(const tx_cuda_scope *scope, void (*kernel)(table), c
   table t;
   const int64_t tile = master == TX_F32 ? TX_SAMPLED : TX_CHECKSUM;
   t.common = common{notes, mode, 0};
-  const auto launch = [&] { return tx_cuda_launch(scope, kernel, t, "looking at checksums", error); };
+  const auto launch = [&] { return tx_cuda_launch(scope, kernel, t, "comparing checksums of weights", error); };
   const auto entry_of = [&](int64_t i) {
     if (!tx_external_has(lists, i, master)) return entry{};
     const tx_tensor param = lists.params[i];
@@ -108,7 +108,7 @@ tx_status tx_external_check_workspace(const tx_cuda_call *call, int64_t n, const
                    "call.workspace has %lld bytes; %s needs %lld for %lld tensors (tx_cuda_workspace)", (long long)is,
                    what, (long long)wanted, (long long)n);
   if ((uintptr_t)call->workspace % sizeof(int64_t) == 0) return TX_OK;
-  return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "call.workspace lies at %p; a multiple of %d is legal",
+  return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "call.workspace is at address %p; a multiple of %d is legal",
                  call->workspace, (int)sizeof(int64_t));
 }
 
@@ -136,7 +136,7 @@ tx_status tx_external_checksum(const tx_cuda_scope *scope, const tx_external_lis
     TX_FORWARD(tx_external_compare_samples(scope, lists, NULL, mode, error));
   } else if (tx_external_has_any(lists, TX_F32)) {
     tx_external_notes notes;
-    TX_FORWARD(tx_external_check_workspace(call, lists.n, "looking at fp32 masters", error));
+    TX_FORWARD(tx_external_check_workspace(call, lists.n, "comparing weights with fp32 masters", error));
     TX_FORWARD(tx_external_notes_begin(scope, call, lists.n, &notes, error));
     TX_FORWARD(tx_external_compare_samples(scope, lists, &notes, mode, error));
     TX_FORWARD(tx_resync_masters(scope, lists.n, lists.params, lists.masters,
@@ -161,7 +161,9 @@ tx_status tx_external_refuse_written(const tx_cuda_scope *scope, const tx_extern
                                notes.counts, 1, error));
   TX_FORWARD(tx_external_compare_remainders(scope, lists, notes.counts, 1, TX_CHECKSUM_CHECK, error));
   int64_t *const counts = (int64_t *)malloc(bytes);
-  if (!counts) return tx_fail(error, TX_ERROR_OUT_OF_MEMORY, "no memory to look at %lld params", (long long)lists.n);
+  if (!counts)
+    return tx_fail(error, TX_ERROR_OUT_OF_MEMORY, "no memory to compare %lld params with their masters",
+                   (long long)lists.n);
   tx_status status = tx_cuda_answered(
       cudaMemcpyAsync(counts, notes.counts, bytes, cudaMemcpyDeviceToHost, scope->stream), "copying counts", error);
   if (status == TX_OK) status = tx_cuda_answered(cudaStreamSynchronize(scope->stream), "waiting for counts", error);

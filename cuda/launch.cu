@@ -98,7 +98,7 @@ tx_status fail_of_earlier_work(cudaError_t left, tx_error *error) {
   return tx_fail(
       error, TX_ERROR_BAD_STATE,
       "earlier work on this device failed with %s (%s), and nothing was launched now; CUDA_LAUNCH_BLOCKING=1 "
-      "shows whose work it was",
+      "shows which call it was",
       cudaGetErrorName(left), cudaGetErrorString(left));
 }
 
@@ -120,11 +120,11 @@ tx_status check_device(int32_t device, tx_error *error) {
   if (device < 0 || device >= n || device >= kMaxDevices)
     return tx_fail(error, TX_ERROR_DEVICE, "device is %d; this machine has devices 0 to %d", (int)device, n - 1);
   TX_FORWARD(tx_cuda_answered(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
-                              "asking for the architecture", error));
+                              "querying the device's architecture", error));
   TX_FORWARD(tx_cuda_answered(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device),
-                              "asking for the architecture", error));
+                              "querying the device's architecture", error));
   TX_FORWARD(tx_cuda_answered(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device),
-                              "asking for the number of processors", error));
+                              "querying the number of multiprocessors", error));
   list_architectures(built, sizeof built);
   if (!runs_on(major, minor))
     return tx_fail(error, TX_ERROR_UNAVAILABLE, "device %d is sm_%d%d; this library was built for %s", (int)device,
@@ -153,7 +153,7 @@ tx_status look_for_kernels(tx_error *error) {
   TX_FORWARD(relax(&mode, error));
   const cudaError_t image = cudaFuncGetAttributes(&attributes, image_probe);
   put_mode_back(mode);
-  return tx_cuda_answered(image, "looking for this library's kernels on the device", error);
+  return tx_cuda_answered(image, "loading this library's kernels on the device", error);
 }
 
 }  // namespace
@@ -221,7 +221,8 @@ tx_status tx_cuda_enter(const tx_cuda_call *call, tx_cuda_scope *scope, tx_error
     tx_cuda_put_back(scope->device, scope->before);
     return status;
   }
-  status = tx_cuda_answered(cudaStreamIsCapturing(scope->stream, &capture), "looking at the stream", error);
+  status = tx_cuda_answered(cudaStreamIsCapturing(scope->stream, &capture),
+                            "querying whether the stream is being captured", error);
   if (status != TX_OK) return tx_cuda_leave(scope, status);
   scope->capturing = capture != cudaStreamCaptureStatusNone;
   return TX_OK;

@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(TX_BLOCK_THREADS) mark_moved_unknown(const __g
 
 tx_status mark_all(const tx_cuda_scope *scope, const tx_muon_update_args *a, const tx_external_notes &notes,
                    unsigned long long *resynced, tx_error *error) {
-  static const char name[] = "marking what others wrote";
+  static const char name[] = "marking weights that were written outside the optimizer";
   bounds_table t;
   t.common = counter{resynced};
   const auto launch = [&] { return tx_cuda_launch(scope, mark_moved_unknown, t, name, error); };
@@ -162,7 +162,7 @@ tx_status resync_written(const tx_cuda_scope *scope, const tx_muon_update_args *
   const tx_external_lists lists = {a->n, a->params, a->masters, a->checksums};
   tx_external_notes notes;
   if (!tx_external_has_any(lists, TX_F32)) return TX_OK;
-  TX_FORWARD(tx_external_check_workspace(call, a->n, "looking at fp32 masters", error));
+  TX_FORWARD(tx_external_check_workspace(call, a->n, "comparing weights with fp32 masters", error));
   TX_FORWARD(tx_external_notes_begin(scope, call, a->n, &notes, error));
   TX_FORWARD(tx_external_compare_samples(scope, lists, &notes, TX_CHECKSUM_RESYNC, error));
   TX_FORWARD(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import torch_ext
 
-LEFT_OUT = "nothing was measured: the step was left out, since a gradient was not finite"
+LEFT_OUT = "nothing was measured: the step was skipped, because a gradient was not finite"
 COMMON = ["step"] * 6 + ["step_of_some", "write", "write_all_silently", "write_one_and_resync", "seed_masters"]
 COMMON += ["clamp", "average_masters", "freeze", "group", "lr", "save", "load"]
 COMMON += ["drop", "refused", "move"]

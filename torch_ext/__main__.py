@@ -18,7 +18,10 @@ Run = Callable[[argparse.Namespace], int]
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command and returns the exit status. `arguments`: None stands for the process's own. Raises
     SystemExit(2) if they are not legal."""
-    parser = argparse.ArgumentParser(prog="python -m torch_ext", description="What torch_ext is, and does, here.")
+    parser = argparse.ArgumentParser(
+        prog="python -m torch_ext",
+        description="Shows what torch_ext has on this machine, plans memory, and checks models and checkpoints.",
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     info = commands.add_parser("info", help="versions, instruction sets, threads, operators, the library's path, CUDA")
     info.set_defaults(run=_print_info)
@@ -27,13 +30,13 @@ def main(arguments: list[str] | None = None) -> int:
     )
     cli_plan.add_arguments(plan)
     plan.set_defaults(run=cli_plan.run)
-    doctor = commands.add_parser("doctor", help="what silently loses updates in a model and its optimizer")
+    doctor = commands.add_parser("doctor", help="finds what silently loses updates in a model and its optimizer")
     cli_doctor.add_arguments(doctor)
     doctor.set_defaults(run=cli_doctor.run)
-    checkpoint = commands.add_parser("checkpoint", help="what is in a checkpoint, and whether it is whole")
+    checkpoint = commands.add_parser("checkpoint", help="lists what is in a checkpoint, and compares its checksums")
     cli_checkpoint.add_arguments(checkpoint)
     checkpoint.set_defaults(run=cli_checkpoint.run)
-    config = commands.add_parser("config", help="what a C or C++ compiler is told to build with the library")
+    config = commands.add_parser("config", help="flags for C and C++ compilers, to build with the library")
     cli_config.add_arguments(config)
     config.set_defaults(run=cli_config.run)
     options = parser.parse_args(arguments)

@@ -110,8 +110,8 @@ static int judge_places(tx_cycle *c, const uint8_t *const *reports) {
                      r, theirs % TX_CYCLE_STEP, (int)c->args.rank, own % TX_CYCLE_STEP);
     } else {
       (void)snprintf(c->verdict, sizeof c->verdict,
-                     "rank %d reduces gradients after other steps than rank %d: one of them called step() less often, "
-                     "or was interrupted in it",
+                     "rank %d reduces gradients after a different number of steps than rank %d: one of them called "
+                     "step() less often, or was interrupted in it",
                      r, (int)c->args.rank);
     }
     return 1;

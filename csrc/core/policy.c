@@ -28,7 +28,7 @@ static tx_status check_args(const tx_policy_args *args, const tx_policy *policy,
   }
   if (args->shard_dtype != TX_NONE && (args->shard_dtype != TX_F32 || args->model_dtype == TX_NONE)) {
     return tx_fail(error, TX_ERROR_ILLEGAL_VALUE,
-                   "shard_dtype=%s of a model in %s is not legal; legal: none, and fp32 beside a model's dtype",
+                   "shard_dtype=%s of a model in %s is not legal; legal: none, and fp32 together with a model's dtype",
                    tx_dtype_name((tx_dtype)args->shard_dtype), tx_dtype_name((tx_dtype)args->model_dtype));
   }
   if (args->preset != TX_PRESET_SEED && args->preset != TX_PRESET_CONSERVATIVE) {

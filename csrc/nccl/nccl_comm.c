@@ -84,9 +84,10 @@ static tx_status poll_until_done(tx_nccl_comm *comm, int which, int result, cons
   for (long question = 0; result == TX_NCCL_IN_PROGRESS; question++) {
     if (now() > deadline) {
       char message[512];
-      (void)tx_text_format(message, sizeof message,
-                           "%s on rank %d of %d: not done after %g s. A rank did not come, or is that far behind", what,
-                           comm->rank, comm->n_ranks, comm->timeout_seconds);
+      (void)tx_text_format(
+          message, sizeof message,
+          "%s on rank %d of %d: not done after %g s. A rank did not make this call, or is that far behind", what,
+          comm->rank, comm->n_ranks, comm->timeout_seconds);
       return abort_with(comm, error, message);
     }
     (void)pthread_mutex_unlock(&comm->lock);

@@ -34,7 +34,7 @@ static tx_status check_run_alone(const tx_delta_run *run, tx_error *error) {
   TX_FORWARD(tx_check_fixed("distances", run->distances, TX_U8, (n + 1) / 2, 0, error));
   TX_FORWARD(tx_check_fixed("checksums", run->checksums, TX_I64, (n + TX_CHECKSUM - 1) / TX_CHECKSUM, 0, error));
   if (run->distances.numel && run->weights.dtype == TX_F32) {
-    return tx_fail(error, TX_ERROR_DTYPE, "distances beside fp32 weights; bf16 and fp16 are legal");
+    return tx_fail(error, TX_ERROR_DTYPE, "distances for fp32 weights; bf16 and fp16 are legal");
   }
   return tx_check_overlap(spans, 5, error); /* different runs of frozen weights may share what they keep */
 }

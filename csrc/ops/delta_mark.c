@@ -70,7 +70,7 @@ static tx_status check_written(const tx_delta_written *of, tx_error *error) {
   const int64_t n = of->weights.numel;
   TX_FORWARD(tx_check_tensors(spans, 4, error));
   if (of->weights.dtype != TX_BF16 && of->weights.dtype != TX_F16) {
-    return tx_fail(error, TX_ERROR_DTYPE, "weights are %s; bf16 and fp16 are legal beside masters",
+    return tx_fail(error, TX_ERROR_DTYPE, "weights are %s; bf16 and fp16 are legal with masters",
                    tx_dtype_name(of->weights.dtype));
   }
   if (n > 0 && (of->masters.numel > 0) == (of->checksums.numel > 0)) {

@@ -79,7 +79,9 @@ typedef struct comparison {
 
 static tx_status comparison_begin(comparison *found, int64_t n, tx_error *error) {
   char *memory = calloc((size_t)n + 1, 2 * sizeof(int64_t) + sizeof(tx_tensor));
-  if (!memory) return tx_fail(error, TX_ERROR_OUT_OF_MEMORY, "no memory to look at %lld params", (long long)n);
+  if (!memory) {
+    return tx_fail(error, TX_ERROR_OUT_OF_MEMORY, "no memory to compare %lld params with their masters", (long long)n);
+  }
   found->counts = (int64_t *)(void *)memory;
   found->suspect = found->counts + n;
   found->masters = (tx_tensor *)(void *)(found->suspect + n);

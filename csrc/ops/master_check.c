@@ -104,8 +104,8 @@ tx_status tx_check_checksums(const tx_tensor *masters, const tx_tensor *checksum
   const int64_t wanted = checksums_of(master);
   if (checksum.dtype == TX_I64 && checksum.numel == wanted) return TX_OK;
   return tx_fail(error, TX_ERROR_SHAPE,
-                 "checksums[%lld] is %lld elements of %s beside %lld masters in %s; none, or %lld of int64 are legal "
-                 "(one for %d weights beside int16, for %d beside fp32)",
+                 "checksums[%lld] is %lld elements of %s for %lld masters in %s; none, or %lld of int64 are legal "
+                 "(one for %d weights with int16 masters, for %d with fp32)",
                  (long long)i, (long long)checksum.numel, tx_dtype_name(checksum.dtype), (long long)master.numel,
                  master.numel ? tx_dtype_name(master.dtype) : "none", (long long)wanted, (int)TX_CHECKSUM,
                  (int)TX_SAMPLED);
@@ -113,10 +113,9 @@ tx_status tx_check_checksums(const tx_tensor *masters, const tx_tensor *checksum
 
 static tx_status check_pair(const tx_tensor *params, const tx_tensor *masters, int64_t i, tx_error *error) {
   if (masters[i].numel == 0 || tx_combo_weight(params[i].dtype, masters[i].dtype) >= 0) return TX_OK;
-  return tx_fail(
-      error, TX_ERROR_DTYPE,
-      "params[%lld] is %s and masters[%lld] is %s; bf16 beside fp32 or int16, and fp16 beside fp32 are legal",
-      (long long)i, tx_dtype_name(params[i].dtype), (long long)i, tx_dtype_name(masters[i].dtype));
+  return tx_fail(error, TX_ERROR_DTYPE,
+                 "params[%lld] is %s and masters[%lld] is %s; bf16 with fp32 or int16, and fp16 with fp32 are legal",
+                 (long long)i, tx_dtype_name(params[i].dtype), (long long)i, tx_dtype_name(masters[i].dtype));
 }
 
 tx_status tx_check_master_checksum(int64_t n, const tx_tensor *params, const tx_tensor *masters,

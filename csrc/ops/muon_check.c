@@ -138,11 +138,11 @@ static tx_status check_weight(const tx_muon_update_args *a, int64_t i, tx_error 
                    (long long)master.numel, (long long)i, (long long)param.numel);
   }
   if (param.numel && tx_combo_weight(param.dtype, master.numel ? master.dtype : TX_NONE) < 0) {
-    return tx_fail(
-        error, TX_ERROR_DTYPE,
-        "params[%lld] is %s beside masters[%lld] of %s; fp32, bf16 and fp16 alone, bf16 and fp16 beside fp32 "
-        "and bf16 beside int16 are legal",
-        (long long)i, tx_dtype_name(param.dtype), (long long)i, master.numel ? tx_dtype_name(master.dtype) : "none");
+    return tx_fail(error, TX_ERROR_DTYPE,
+                   "params[%lld] is %s with masters[%lld] of %s; fp32, bf16 and fp16 alone, bf16 and fp16 with fp32 "
+                   "and bf16 with int16 are legal",
+                   (long long)i, tx_dtype_name(param.dtype), (long long)i,
+                   master.numel ? tx_dtype_name(master.dtype) : "none");
   }
   return tx_check_checksums(a->masters, a->checksums, i, error);
 }

@@ -25,8 +25,8 @@ static tx_status check_extras(const tx_step_outputs *outputs, int64_t i, tx_erro
   const int beside = tx_at_or_none(outputs->moved, i).numel || tx_at_or_none(outputs->distances, i).numel;
   if (beside && !tx_at_or_none(outputs->changed, i).numel) {
     return tx_fail(error, TX_ERROR_SHAPE,
-                   "moved[%lld] or distances[%lld] without changed[%lld]; beside it they are legal", (long long)i,
-                   (long long)i, (long long)i);
+                   "moved[%lld] or distances[%lld] without changed[%lld]; they are legal together with it",
+                   (long long)i, (long long)i, (long long)i);
   }
   return TX_OK;
 }
@@ -40,10 +40,11 @@ static tx_status check_ema(const tx_step_outputs *outputs, int64_t i, tx_error *
                    (long long)i, (long long)ema.numel, tx_dtype_name(ema.dtype), (long long)param.numel);
   }
   if (param.dtype != TX_F32 && tx_at_or_none(outputs->masters, i).numel == 0) {
-    return tx_fail(error, TX_ERROR_DTYPE,
-                   "emas[%lld] beside params[%lld] of %s without a master: an average needs more than 16 bits of what "
-                   "it averages; give it a master, or fp32 weights",
-                   (long long)i, (long long)i, tx_dtype_name(param.dtype));
+    return tx_fail(
+        error, TX_ERROR_DTYPE,
+        "emas[%lld] for params[%lld] of %s without a master: an average needs more than 16 bits of each weight; "
+        "pass a master, or fp32 weights",
+        (long long)i, (long long)i, tx_dtype_name(param.dtype));
   }
   return TX_OK;
 }

@@ -210,7 +210,7 @@ TEST(StepEma, WhatCannotBeAveragedIsRefused) {
   Averaged a({TX_BF16, TX_NONE, TX_BF16, TX_BF16, TX_BF16}, 300, EmaFormat::kBf16);
   tx_error error;
   EXPECT_EQ(a.Step(1e-2, nullptr, &error), TX_ERROR_DTYPE);
-  EXPECT_NE(std::string(error.message).find("emas[0] beside params[0] of bf16 without a master"), std::string::npos);
+  EXPECT_NE(std::string(error.message).find("emas[0] for params[0] of bf16 without a master"), std::string::npos);
   Averaged b(kBf16, 300, EmaFormat::kBf16);
   b.decay = 1.0;
   EXPECT_EQ(b.Step(1e-2, nullptr, &error), TX_ERROR_ILLEGAL_VALUE) << error.message;

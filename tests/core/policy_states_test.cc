@@ -132,13 +132,13 @@ constexpr Refused kRefused[] = {
      STATES("bf16") "override_optimizer_config use_precision_aware_optimizer=False: without the precision-aware "
                     "optimizer every state is fp32; change one of them"},
     {"remainders_of_fp32", "model=fp32 opt.states=bf16_remainder", TX_ERROR_CONFLICT,
-     STATES("bf16_remainder") "the model's param_dtype=fp32: remainders stand beside bf16 weights only; change one of "
-                              "them"},
+     STATES("bf16_remainder") "the model's param_dtype=fp32: remainders need bf16 weights; "
+                              "change one of them"},
     {"remainders_of_fp16", "model=fp16 opt.states=bf16_remainder", TX_ERROR_CONFLICT,
-     STATES("bf16_remainder") "the model's param_dtype=fp16: remainders stand beside bf16 weights only; change one of "
-                              "them"},
+     STATES("bf16_remainder") "the model's param_dtype=fp16: remainders need bf16 weights; "
+                              "change one of them"},
     {"remainders_without_bf16", "bf16=0 opt.states=bf16_remainder", TX_ERROR_CONFLICT,
-     STATES("bf16_remainder") "the argument bf16=False: remainders stand beside bf16 weights only; change one of them"},
+     STATES("bf16_remainder") "the argument bf16=False: remainders need bf16 weights; change one of them"},
     {"remainders_of_shards", "model=bf16 shard=fp32 opt.states=bf16_remainder", TX_ERROR_CONFLICT,
      STATES("bf16_remainder") "the model's shard_dtype=fp32: fp32 shards are their own masters, and have no "
                               "remainders; change one of them"},
@@ -283,8 +283,8 @@ TEST(PolicyWith, a_contradiction_names_both) {
                "the argument states=8bit contradicts the policy's states=bf16: both set the same key; change one of "
                "them");
   EXPECT_STREQ(With(Resolve("model=fp32"), {Text("states", "bf16_remainder")}).error.message,
-               "the argument states=bf16_remainder contradicts the model's param_dtype=fp32: remainders stand beside "
-               "bf16 weights only; change one of them");
+               "the argument states=bf16_remainder contradicts the model's param_dtype=fp32: remainders need bf16 "
+               "weights; change one of them");
   EXPECT_STREQ(With(base, {Text("states", "8-bit")}).error.message,
                "the argument: states='8-bit' is not legal: the nearest is 8bit" OF_STATES);
   EXPECT_EQ(With(base, {Text("state", "8bit")}).status, TX_ERROR_UNKNOWN_KEY);

@@ -84,9 +84,12 @@ def text(folder: pathlib.Path, saves: pathlib.Path) -> None:
 
 # By name: the damage to a copy of "former", and a pattern of the error's text.
 BROKEN: dict[str, tuple[Callable[[pathlib.Path, pathlib.Path], None], str]] = {
-    "a file that ends too early": (truncated(1000), r"__1_\S+\.distcp is truncated: it has \d+ bytes of \d+.*'\S+'"),
+    "a file that ends too early": (
+        truncated(1000),
+        r"__1_\S+\.distcp is truncated: it has \d+ of \d+ bytes, and '\S+' is incomplete",
+    ),
     "a file without its last byte": (truncated(1), r"__1_\S+\.distcp is truncated"),
-    "a file that is missing": (missing, r"__1_\S+\.distcp is missing: it has '\S+' and \d+ more"),
+    "a file that is missing": (missing, r"__1_\S+\.distcp is missing: '\S+' and \d+ more"),
     "another step's file": (file_of("later", 1), r"__1_\S+\.distcp is of another save or rank than \.metadata"),
     "another policy's file": (file_of("another policy", 1), r"__1_\S+\.distcp is (of another save or rank|truncated)"),
     "another strategy's file": (

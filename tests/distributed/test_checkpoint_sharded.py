@@ -237,7 +237,7 @@ def _cut_otherwise(rank: int, world: int) -> None:
     parts = copy.deepcopy(optimizer.state_dict())
     plain = Given(SHAPES, BF16)
     other = torch_ext.AdamW(plain.named_parameters(), policy=optimizer.policy)
-    with pytest.raises(ValueError, match=r"'p\d'.*cut over other ranks.*consolidate_state_dict"):
+    with pytest.raises(ValueError, match=r"'p\d'.*sharded over other ranks.*consolidate_state_dict"):
         other.load_state_dict(parts)
     same_model, same = made("optim", seed=9)
     entries = iter(parts["state"].values())

@@ -85,4 +85,4 @@ def _partial_parameter(rank: int, world: int) -> str:
 
 def test_a_parameter_that_is_a_sum_is_refused() -> None:
     for message in ranks.run(2, _partial_parameter):
-        assert "is a sum that was not made: redistribute it" in message
+        assert "is a pending sum (Partial): redistribute it" in message

@@ -195,8 +195,8 @@ CASES: list[tuple[str, Callable[[int], Any]]] = [
         for strategy in ("no_shard", "optim", "optim_grads")
     ),
     ("DistributedDataParallel around a model that was parallelized", ddp_of_a_parallelized_model),
-    ("so nobody reduces its gradient: call parallelize again", thawed),
-    ("so nobody reduces its gradient: call parallelize again", replaced),
+    ("so its gradient is not reduced: call parallelize again", thawed),
+    ("so its gradient is not reduced: call parallelize again", replaced),
     *(
         ("after parallelize planned its gradients for", converted(strategy))
         for strategy in ("no_shard", "optim", "optim_grads")
@@ -204,7 +204,7 @@ CASES: list[tuple[str, Callable[[int], Any]]] = [
     ("an optimizer (", an_optimizer_with_state),
     *(
         (
-            "would step all of every parameter by gradients of which this rank has its part only",
+            "would step whole parameters, but this rank has only its shard of each gradient",
             another_optimizer(strategy),
         )
         for strategy in ("optim", "optim_grads")

@@ -208,7 +208,7 @@ OLD = {
 
 def test_a_folder_of_the_first_versions_loads_and_says_that_it_bears_no_checksums(tmp_path: pathlib.Path) -> None:
     old_folder.write(tmp_path / "old")
-    with pytest.warns(UserWarning, match=r"old bears no checksums: torch or an earlier torch_ext saved it"):
+    with pytest.warns(UserWarning, match=r"old has no checksums: torch or an earlier torch_ext saved it"):
         assert bits(load_into(blank(OLD), tmp_path / "old")) == bits(OLD)
     save(OLD, tmp_path / "old")
     assert len(names(tmp_path / "old")) == 3, "its data went"
@@ -224,7 +224,9 @@ def test_what_torch_checks_of_a_folder_without_checksums_is_checked(tmp_path: pa
     at = raw.index(OLD["model"]["a"].numpy().tobytes()) + 5  # type: ignore[index]
     file.write_bytes(raw[:at] + bytes([raw[at] ^ 4]) + raw[at + 1 :])
     target = blank(OLD)
-    with pytest.raises(CheckpointException, match=rf"{re.escape(str(file))} is damaged: of 'model\.a' the record"):
+    with pytest.raises(
+        CheckpointException, match=rf"{re.escape(str(file))} is damaged: the record '\S+' of 'model\.a'"
+    ):
         load_into(target, tmp_path / "old")
     assert bits(target) == bits(blank(OLD))
     assert bits(load_into(target, tmp_path / "old", check=False)) != bits(OLD)
@@ -406,7 +408,7 @@ HOSTILE: dict[str, Callable[[pathlib.Path, Acts], None]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.* bears no checksums", "ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:.* has no checksums", "ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("where", HOSTILE)
 def test_nothing_in_a_folder_is_executed(where: str, tmp_path: pathlib.Path) -> None:
     made = tmp_path / "made"

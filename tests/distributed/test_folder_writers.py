@@ -93,7 +93,7 @@ class Run:
 
 
 HELD = r"is being saved to by (process (1|1\d) on \S+, since .*|a process that left no name), and one save at a time"
-GIVEN_UP = r"another save, which could not see that this one was alive, removed it"
+GIVEN_UP = r"another save considered this one dead and removed its files"
 
 # By name: locks, the seconds after which a save counts as dead where no lock tells, and the error of a job that
 # is in the other's way.

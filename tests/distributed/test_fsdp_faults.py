@@ -483,7 +483,7 @@ def _changes(rank: int, world: int, what: str) -> str:
     ("what", "message"),
     [
         ("thaw", "'blocks.1.p0' was thawed"),
-        ("thaw in forward", "a parameter of unit 'blocks.1' that parallelize did not see"),
+        ("thaw in forward", "a parameter of unit 'blocks.1' that parallelize did not plan for"),
         ("assign", "'own' is another tensor now"),
         ("hook", "set_all_reduce_hook"),
         ("factor", "gradient_divide_factor"),

@@ -427,4 +427,4 @@ def test_a_rank_that_was_interrupted_before_it_stepped_anything_is_told(strategy
     first, second = ranks.run(2, _before_anything_is_written, strategy)
     assert first[:4] == ["goes on"] * 3 + ["interrupted"] and second[:4] == ["goes on"] * 4
     for text in (*first[4:], *second[4:]):
-        assert "after other steps than rank" in text, (first, second)
+        assert "after a different number of steps than rank" in text, (first, second)

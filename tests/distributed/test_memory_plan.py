@@ -309,7 +309,7 @@ def test_the_plan_of_matrices_is_what_is_measured(strategy: str, world: int, thr
 
 def test_matrices_that_are_refused() -> None:
     policy = _policy_of_states("bf16")
-    with pytest.raises(ValueError, match="no parameter is a matrix of Muon's: shapes are needed"):
+    with pytest.raises(ValueError, match="no parameter is a matrix that Muon steps: give shapes"):
         plan_memory([1000, 7], policy, 1, muon=MuonOptions())
     shapes = {"p": torch.empty(30, 20, dtype=BF16, device="meta")}
     with pytest.raises(ValueError, match="split of 'p' is 7"):
@@ -409,7 +409,7 @@ def test_plan_says_what_moving_takes(capsys: pytest.CaptureFixture[str]) -> None
     optim = rows(text)["optim"]
     assert optim[7] == pytest.approx(3 * 1e9 * 2 / 2**30, abs=0.01)
     assert optim[7] > optim[5] + optim[6]
-    assert "beside parameters and gradients: no_shard 1.86 GiB, optim 1.86 GiB, optim_grads 1.86 GiB" in text
+    assert "in addition to parameters and gradients: no_shard 1.86 GiB, optim 1.86 GiB, optim_grads 1.86 GiB" in text
     assert "come on top" not in plan(capsys, "--params", "1e9", "--strategy", "no_shard")
 
 
@@ -453,12 +453,14 @@ def test_plan_counts_slots(capsys: pytest.CaptureFixture[str]) -> None:
     # are two slots; and one gradient.
     assert rows(of_buckets)["optim"][6] == pytest.approx((4 * 3 / 4 + 1) * 5e5 / 2**20, abs=0.01)
     assert rows(of_slots)["optim"][6] == pytest.approx((2 * 2**19 + 5e5) / 2**20, abs=0.01)
-    assert "two slots of each size that buckets have" in of_slots and "two slots" not in of_buckets
+    assert "two slots for each bucket size" in of_slots and "two slots" not in of_buckets
 
 
 def test_the_second_communicator_s_memory_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     asked = plan(capsys, "--params", "1M", "--override", "create_all_gather_group=true")
-    assert "create_all_gather_group: NCCL keeps the memory of a second communicator, which is not in it either" in asked
+    assert (
+        "create_all_gather_group: NCCL keeps the memory of a second communicator, which is not counted either" in asked
+    )
     assert "second communicator" not in plan(capsys, "--params", "1M")
 
 
@@ -472,7 +474,7 @@ def test_plan_follows_dtype_overrides_and_strategy(capsys: pytest.CaptureFixture
     text = plan(
         capsys, "--params", "1000", "--dtype", "fp32", "--strategy", "optim_grads_params", "--override", "bucket_size=3"
     )
-    assert "fp32: gradients fp32" in text and "256 buckets" in text and "buckets on their way" not in text
+    assert "fp32: gradients fp32" in text and "256 buckets" in text and "buckets in flight" not in text
     assert list(rows(text)) == ["optim_grads_params"]
 
 
@@ -538,7 +540,7 @@ def test_plan_leaves_out_full_sharding_where_it_refuses_the_model(
 ) -> None:
     text = plan(capsys, "--model", f"{module}:Mixed")
     assert list(rows(text)) == ["no_shard", "optim", "optim_grads"]
-    assert "optim_grads_params is not for this model: Mixed has trainable parameters in" in text
+    assert "optim_grads_params is not possible for this model: Mixed has trainable parameters in" in text
 
 
 @pytest.mark.parametrize(
@@ -569,8 +571,8 @@ def test_plan_leaves_out_full_sharding_where_it_refuses_the_model(
         pytest.param(["--params", "1", "--override", "exp_avg_dtyp=fp8"], "exp_avg_dtype", id="unknown key"),
         pytest.param(["--params", "1", "--override", "bucket_size=0"], "bucket_size=0 is not legal", id="bad value"),
         pytest.param(["--params", "1", "--override", "main_params_dtype=fp16"], "main_params_dtype", id="bad master"),
-        pytest.param(["--params", "1000", "--muon"], "--muon: shapes of matrices are needed", id="muon without shapes"),
-        pytest.param(["--params", "9", "--adamw-params", "head"], "--muon is missing", id="muon's word without it"),
+        pytest.param(["--params", "1000", "--muon"], "--muon needs the shapes of matrices", id="muon without shapes"),
+        pytest.param(["--params", "9", "--adamw-params", "head"], "need --muon", id="muon's word without it"),
         pytest.param(["--numels", "/nowhere/numels"], "/nowhere/numels", id="no file"),
         pytest.param(["--model", "build"], "MODULE:CALLABLE", id="no callable"),
         pytest.param(["--model", "nowhere:build"], "nowhere:build.*No module", id="no module"),

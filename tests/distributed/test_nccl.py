@@ -247,7 +247,7 @@ def test_an_event_that_cannot_be_asked_for_is_asked_for_again(fakes: dict[str, s
     ((why, said),) = ranks.run(1, _blind, fakes["newest"])
     assert len(said) == 3 and said[0] == "passed" and said[2] == "left"
     assert "all-to-all of bucket 3 was not done after 0.2 s" in why
-    assert "it could not be looked at: CUDA error: operation not permitted when stream is capturing" in why
+    assert "its event could not be queried: CUDA error: operation not permitted when stream is capturing" in why
 
 
 class _Broken(FakeStreams):

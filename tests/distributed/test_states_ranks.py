@@ -137,7 +137,7 @@ def _taken_along(rank: int, world: int) -> list[torch.dtype]:
     torch_ext.parallelize(model, optimizer.policy, strategy="optim_grads", optimizer=optimizer)
     _steps(model, optimizer, range(1, 2))
     with pytest.raises(
-        ValueError, match="the policy has changed: by it the state of .*given.p0.* is moments in torch.bf"
+        ValueError, match="the policy has changed: it stores the state of .*given.p0.* as moments in torch.bf"
     ):
         torch_ext.parallelize(model, policy, strategy="optim", optimizer=optimizer)
     return _kinds(optimizer)

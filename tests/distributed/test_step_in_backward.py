@@ -216,7 +216,9 @@ def _again(rank: int, world: int) -> None:
     model, optimizer = _stepped_in_part(rank)
     del optimizer
     gc.collect()
-    with pytest.warns(UserWarning, match="partly those of the next step. Load a checkpoint, unless one was loaded"):
+    with pytest.warns(
+        UserWarning, match="partly those of the next step. Load a checkpoint. Unless a checkpoint was loaded"
+    ):
         torch_ext.parallelize(model, _policy(True), strategy="optim")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -207,7 +207,9 @@ def _torchs(rank: int, world: int) -> None:
     _steps(model, theirs, range(2))
     had = bits(list(theirs.state[model.p0].values()))
     _set_trained(model, {1, 2})
-    with pytest.raises(TypeError, match="AdamW cannot be taken along from 'no_shard' to 'optim'.*torch_ext.AdamW"):
+    with pytest.raises(
+        TypeError, match="AdamW cannot be passed as optimizer= from 'no_shard' to 'optim'.*torch_ext.AdamW"
+    ):
         torch_ext.parallelize(model, _policy("fp32"), strategy="optim", optimizer=theirs)
     torch_ext.parallelize(model, _policy("fp32"), strategy="no_shard", optimizer=theirs)
     _steps(model, theirs, range(2, 3))
@@ -226,8 +228,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a policy with other states": (
         {"policy": _policy("masters")},
         ValueError,
-        "the policy has changed: by it the state of 'p0' is moments in torch.bfloat16 and torch.bfloat16 with an fp32 "
-        "master, and the optimizer has moments in torch.uint8 .* in remainders",
+        "the policy has changed: it stores the state of 'p0' as moments in torch.bfloat16 and torch.bfloat16 with an "
+        "fp32 master, and the optimizer has moments in torch.uint8 .* in remainders",
     ),
     "no optimizer": ({"optimizer": None}, RuntimeError, r"AdamW\) has state for parameter 'p0'.*optimizer=optimizer"),
     "a model": ({"optimizer": "model"}, TypeError, "optimizer is a Given; an optimizer, or a list of them"),
@@ -248,7 +250,7 @@ def _refused(rank: int, world: int, strategy: str) -> None:
             torch_ext.parallelize(model, options.pop("policy"), strategy=strategy, **options)
     alone = torch.distributed.new_group([0]), torch.distributed.new_group([1])
     if strategy != "no_shard":
-        with pytest.raises(ValueError, match=r"cut over ranks \[0, 1\], and the process group has ranks \["):
+        with pytest.raises(ValueError, match=r"sharded over ranks \[0, 1\], and the process group has ranks \["):
             torch_ext.parallelize(
                 model, _policy("8 bits"), strategy=strategy, optimizer=optimizer, process_group=alone[rank]
             )

@@ -163,7 +163,7 @@ def _relaid(rank: int, world: int) -> str:
 
 
 def test_a_model_that_is_cut_anew() -> None:
-    assert all("is cut otherwise than when" in message for message in ranks.run(2, _relaid))
+    assert all("is sharded differently than when" in message for message in ranks.run(2, _relaid))
 
 
 def _by_columns(rank: int, world: int) -> str:

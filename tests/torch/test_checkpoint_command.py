@@ -60,7 +60,7 @@ def test_what_is_in_it(
     assert moment["dtype"] == "float32" and moment["stored"] == ("float32" if form == "logical" else "uint8")
     assert main(["checkpoint", path]) == 0
     text = capsys.readouterr().out
-    assert "model.p0" in text and "checksums: all are right" in text
+    assert "model.p0" in text and "checksums: all match" in text
     assert main(["checkpoint", path, "--no-check"]) == 0
     assert "not compared" in capsys.readouterr().out
 
@@ -101,7 +101,7 @@ def _publishes(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 DAMAGE: dict[str, Callable[[list[pathlib.Path]], tuple[int, str]]] = {
-    "none": lambda files: (0, "checksums: all are right"),
+    "none": lambda files: (0, "checksums: all match"),
     "a byte of a version": lambda files: (1, f"damaged: {_flipped(files[1])}"),
     "a version": lambda files: (1, f"damaged: {_gone(files[1]).with_suffix('.*')} is missing"),
     "what the others build on": lambda files: (1, f"damaged: {_gone(files[0]).with_suffix('')}."),

@@ -234,5 +234,5 @@ def test_what_cannot_be_captured_is_refused_and_replays_are_not_counted(found: d
     refused, one_step, same = found["captured"]
     for said, doing in zip(refused, ["publish()", "full()", "publish_patches()", "WeightPublisher()"], strict=False):
         assert said.startswith(f"{doing} while a CUDA graph is captured")
-    assert len(refused) == 5 and "measure_health() is for one step" in refused[4]
+    assert len(refused) == 5 and "measure_health() measures one step" in refused[4]
     assert not one_step and same

@@ -285,7 +285,7 @@ CAPTURED = {
     "tensor_of_the_host": "group 1 has as lr: 0.25, a tensor on the host; a tensor on cuda:0",
     "beta": "every replay would keep what group 1 has as betas[1], a tensor on cuda:0; a number",
     "decay": "every replay would keep what group 1 has as weight_decay, a tensor on cuda:0",
-    "first": "there is no state yet, which every replay would make anew: run a step before",
+    "first": "there is no state yet, so every replay would create it again: run a step before",
     "error": "on_external_write='error' waits for the device; 'resync' and 'ignore' are legal",
     "scale": "every replay would keep grad_scale = 4.0; a tensor on cuda:0 is legal",
     "offloaded": "part of it runs on the host; offload_fraction=0 is legal",

@@ -153,9 +153,9 @@ WRONG: dict[str, tuple[Callable[[nn.Module, Any], Any], type[Exception], str]] =
     "no kind": (
         lambda m, o: torch_ext.diagnose(m, o).of("lost"),
         ValueError,
-        "'lost' is no kind of finding; stale_references, in_no_group, in_two_groups, not_of_the_model, upcast_missing, "
-        "lost_updates, stalled_exp_avg_sq, stale_masters, missing_moments, misshapen_moments, inconsistent_moments, "
-        "nonfinite_state, no_state, not_read are",
+        "'lost' is not a kind of finding; stale_references, in_no_group, in_two_groups, not_of_the_model, "
+        "upcast_missing, lost_updates, stalled_exp_avg_sq, stale_masters, missing_moments, misshapen_moments, "
+        "inconsistent_moments, nonfinite_state, no_state, not_read are legal",
     ),
     "no severity": (
         lambda m, o: torch_ext.diagnose(m, o).raise_for_findings("fatal"),
@@ -187,8 +187,9 @@ def test_the_report_as_text() -> None:
         "error     in_no_group  1              3.bias\n"
         "\n"
         "in_no_group (error)\n"
-        "  Parameters of the model that require a gradient, and that no optimizer has: they keep their first values.\n"
-        "  Where another optimizer steps them pass it, too: diagnose(model, [first, second]).\n"
+        "  Parameters of the model that require a gradient but are in no optimizer: they keep their initial values. "
+        "If\n"
+        "  another optimizer steps them, pass it too: diagnose(model, [first, second]).\n"
         "  write: optimizer.add_param_group({\"params\": [model.get_parameter('3.bias')]})"
     )
     assert str(torch_ext.diagnose(model, torch.optim.SGD(model.parameters()))).endswith("798 elements: nothing found")

@@ -110,7 +110,7 @@ def test_each_version_since_the_last_full_one_loads(tmp_path: pathlib.Path) -> N
         number, tensors = loaded(tmp_path, version)
         assert number == version and same(tensors, truth[version])
     assert loaded(tmp_path)[0] == 8
-    with pytest.raises(ValueError, match=r"no version until 5"):
+    with pytest.raises(ValueError, match=r"no version up to 5"):
         loaded(tmp_path, 5)
     with pytest.raises(ValueError, match=r"version 9 is not there: .*00000009.0of1\.\* is missing"):
         loaded(tmp_path, 9)
@@ -176,7 +176,7 @@ def test_another_job_takes_the_folder_over(tmp_path: pathlib.Path) -> None:
     other.save()
     for _ in range(2):
         first.step()
-        with pytest.raises(RuntimeError, match="another job saves there"):
+        with pytest.raises(RuntimeError, match="another job has begun to save there"):
             one.save()
     assert len(os.listdir(tmp_path)) == 2, "what the first one saved is gone when the second one's weights are there"
     number, tensors = loaded(tmp_path)

@@ -257,7 +257,7 @@ def test_messages_name_a_few_of_many_parameters() -> None:
     optimizer = torch_ext.AdamW(weights, on_external_write="error")
     train(optimizer, range(1))
     with (
-        pytest.raises(ValueError, match="parameter 3 of group 0 .* and 196 more. These have"),
+        pytest.raises(ValueError, match="parameter 3 of group 0 .* and 196 more. Their weights and masters are"),
         optimizer.master_weights(),
     ):
         for p in weights:

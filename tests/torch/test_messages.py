@@ -32,7 +32,7 @@ def unknown(name: str, instead: str, kind: str = "AdamW") -> str:
 
 WORDS = "states='fp32', 'bf16', 'bf16_remainder' or '8bit' says how the optimizer's states are stored"
 CLIP = "call torch_ext.clip_grad_norm_(optimizer, max_norm) before step(), or pass policy={'clip_grad': max_norm}"
-OF_ADAMW = "adamw={'lr': ..., 'betas': ..., 'eps': ..., 'weight_decay': ...} says it of what AdamW steps"
+OF_ADAMW = "adamw={'lr': ..., 'betas': ..., 'eps': ..., 'weight_decay': ...} sets it for parameters that AdamW steps"
 LEGAL_STATES = "legal: none, fp32, bf16, bf16_remainder, 8bit"
 LEGAL_STRATEGIES = "legal: no_shard, optim, optim_grads, optim_grads_params"
 LEGAL_POLICY = "what torch_ext.load_policy returns, a mapping of its keys, or a callable that returns one, is legal"
@@ -151,13 +151,13 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "AdamW(): too many positional arguments; params, lr, betas, eps, weight_decay, amsgrad may be given "
         "by position, "
-        "in this order, all others by name, and params must be",
+        "in this order, all others by name; params is required",
     ),
     "no params": (
         lambda: AdamW(),
         TypeError,
         "AdamW(): missing a required argument: 'params'; params, lr, betas, eps, weight_decay, amsgrad may be given by "
-        "position, in this order, all others by name, and params must be",
+        "position, in this order, all others by name; params is required",
     ),
     # values
     "one beta": (
@@ -246,8 +246,8 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "remainders beside fp32": (
         lambda: AdamW(MODEL.parameters(), states="bf16_remainder"),
         ValueError,
-        "the argument states=bf16_remainder contradicts the model's param_dtype=fp32: remainders stand beside bf16 "
-        "weights only; change one of them",
+        "the argument states=bf16_remainder contradicts the model's param_dtype=fp32: remainders need bf16 weights; "
+        "change one of them",
     ),
     "states and a policy": (
         lambda: AdamW(
@@ -374,17 +374,17 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a model's state is loaded": (
         lambda: AdamW(one()).load_state_dict(MODEL.state_dict()),
         ValueError,
-        "this is no optimizer's state_dict: it has no 'state', but '0.weight', '0.bias', '1.weight', '1.bias'",
+        "this is not the state_dict of an optimizer: it has no 'state', but '0.weight', '0.bias', '1.weight', '1.bias'",
     ),
     "an empty state is loaded": (
         lambda: AdamW(one()).load_state_dict({}),
         ValueError,
-        "this is no optimizer's state_dict: it has no 'state', but nothing",
+        "this is not the state_dict of an optimizer: it has no 'state', but nothing",
     ),
     "states of AdamW8bit": (
         lambda: torch_ext.AdamW8bit(one(), states="8bit"),  # type: ignore[call-arg]
         TypeError,
-        unknown("states", "this class is states='8bit'; torch_ext.AdamW has the other words", "AdamW8bit"),
+        unknown("states", "this class always has states='8bit'; torch_ext.AdamW takes the other values", "AdamW8bit"),
     ),
     "decoupled_weight_decay of AdamW": (
         lambda: AdamW(one(), decoupled_weight_decay=False),
@@ -402,7 +402,11 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "step_in_backward of Muon": (
         lambda: Muon(one(), step_in_backward=True),
         TypeError,
-        unknown("step_in_backward", "Muon steps whole matrices, when all of a gradient is there; leave it out", "Muon"),
+        unknown(
+            "step_in_backward",
+            "Muon needs the whole gradient of a matrix, so it cannot step in backward; leave it out",
+            "Muon",
+        ),
     ),
     "offload_fraction of Muon": (
         lambda: Muon(one(), offload_fraction=0.5),

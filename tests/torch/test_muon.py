@@ -352,7 +352,7 @@ def test_an_algorithm_that_is_changed_between_steps_is_refused(before: Any, afte
     optimizer.step()
     now = bits(params)
     optimizer.param_groups[0]["algorithm"] = after
-    with pytest.raises(ValueError, match=f"group 0: algorithm is '{after}' now; it is read when a group is added"):
+    with pytest.raises(ValueError, match=f"group 0: algorithm was changed to '{after}', but parameters keep"):
         optimizer.step()
     assert bits(params) == now
     optimizer.param_groups[0]["algorithm"] = before

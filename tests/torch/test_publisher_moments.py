@@ -133,7 +133,7 @@ def test_averages_and_masters_that_are_swapped_in(policy: str) -> None:
         for where, (swapped, what) in swaps.items():
             with swapped():
                 for doing, call in _calls(publisher, net, optimizer).items():
-                    expected = f"{doing} within {where}: parameters are their {what} there; leave it first"
+                    expected = f"{doing} within {where}, where parameters hold their {what}; leave it first"
                     assert _refused(call) == expected
         following.takes()
         if averaged:
@@ -405,7 +405,7 @@ def test_of_two_publishers_the_later_one_is_told() -> None:
     trainer.step()
     earlier = _calls(trainer.publisher, trainer.model, trainer.optimizer)
     for doing in ("publish()", "full()", "publish_patches()"):
-        expected = f"{doing}: another WeightPublisher was made of this optimizer; use that one"
+        expected = f"{doing}: a newer WeightPublisher was made for this optimizer; use that one"
         assert _refused(earlier[doing]) == expected
     following.takes()
 

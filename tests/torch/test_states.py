@@ -362,7 +362,7 @@ def test_a_list_beside_a_group_that_was_changed_is_refused() -> None:
     """keep_32bit of a group is stored as a list, which must fit the group's parameters."""
     optimizer = keeping(Model(), keep_32bit="*norm*")
     optimizer.param_groups[0]["params"].pop()
-    with pytest.raises(ValueError, match="group 0 has 10 parameters, and its 'keep_32bit' is of 11: where the list"):
+    with pytest.raises(ValueError, match="group 0 has 10 parameters, and its 'keep_32bit' has 11 entries"):
         optimizer.master_state_dict()
 
 

@@ -80,7 +80,7 @@ def test_of_names_that_got_lost() -> None:
     saved = torch_ext.AdamW(named).state_dict()
     del saved["param_groups"][0]["param_names"]
     other = torch_ext.AdamW([named[0][1]])
-    with warned_here("rounded by parameter names"):
+    with warned_here("rounded with thresholds that depend on parameter names"):
         other.load_state_dict(saved)
 
 

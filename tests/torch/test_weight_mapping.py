@@ -143,12 +143,12 @@ def test_engines_with_other_tensors_follow(layout: str) -> None:
 W = torch.zeros(6, 4, dtype=BF16)
 BAD_MAPPINGS: list[tuple[dict[str, Any], str]] = [
     ({"a": WeightSlice("none")}, r"mapping\['a'\] is in 'none', which is not among tensors"),
-    ({"a": WeightSlice("w", at=slice(0, 4))}, "8 of 24 elements of 'w' are of no parameter"),
+    ({"a": WeightSlice("w", at=slice(0, 4))}, "8 of 24 elements of 'w' belong to no parameter"),
     ({"a": WeightSlice("w", at=7)}, "has no part 7"),
-    ({"a": WeightSlice("w", of=slice(0, 6))}, "not its whole shape="),
+    ({"a": WeightSlice("w", of=slice(0, 6))}, "pass shape= too"),
     ({"a": WeightSlice("w", of=slice(0, 5), shape=(12, 4))}, r"has shape \(5, 4\), and 'w' has \(6, 4\)"),
     ({"a": WeightSlice("w", of=slice(0, 12, 2), shape=(12, 4))}, "slices of step 1"),
-    ({"a": WeightSlice("w", at=(0, 0), transposed=True)}, "transposed takes 2"),
+    ({"a": WeightSlice("w", at=(0, 0), transposed=True)}, "transposed needs 2"),
     ({"a": []}, "a name, a WeightSlice, several of them, or a meta tensor"),
     ({"a": 3}, "a name, a WeightSlice"),
     ({"a": W}, "a tensor: pass the name"),
@@ -159,7 +159,7 @@ BAD_MAPPINGS: list[tuple[dict[str, Any], str]] = [
                 WeightSlice("w", at=slice(3, 6), of=slice(2, 5), shape=(5, 4)),
             ]
         },
-        "overlap; each element is once",
+        "overlap; each element may be in one slice",
     ),
     ({"a": "w", "b": "w"}, "."),  # the same memory twice
     ({"a": [WeightSlice("w"), WeightSlice("f", shape=(6, 4))]}, "one dtype is legal"),

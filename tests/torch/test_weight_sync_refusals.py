@@ -150,12 +150,13 @@ def test_averages_that_cannot_be_kept() -> None:
     options: Any = {"ema_decay": 0.9, "ema_dtype": torch.float8_e4m3fn}
     assert _message(lambda: torch_ext.AdamW(params, **options), ValueError) == (
         "ema_dtype is torch.float8_e4m3fn; torch.bfloat16, '24bit' (bfloat16 and 8 more bits) and torch.float32 are "
-        "legal: an average at a decay of 0.999 moves by less than 8-bit numbers are apart"
+        "legal: an average at a decay of 0.999 moves by less than the distance between 8-bit "
+        "numbers"
     )
     options = {"ema_decay": 0.9, "policy": {"main_params_dtype": None}}
     assert _message(lambda: torch_ext.AdamW(params, **options), ValueError) == (
-        "ema_decay: 'weight' is in torch.bfloat16 without a master, and an average needs more than 16 bits of what it "
-        "averages: leave main_params_dtype alone (a master), train in float32, or leave ema_decay out"
+        "ema_decay: 'weight' is in torch.bfloat16 without a master, and an average needs more than 16 bits of each "
+        "weight: leave main_params_dtype at its default (a master), train in float32, or leave ema_decay out"
     )
 
 

@@ -43,7 +43,9 @@ class GradScaler(torch.amp.GradScaler):
 
     def __init__(self, policy: Policy, device: str = "cpu", process_group: Any = None) -> None:
         if process_group is not None and torch.distributed.get_rank(process_group) < 0:
-            raise ValueError("this rank is not a member of process_group, so that it has nothing to agree on there")
+            raise ValueError(
+                "this rank is not a member of process_group, so it cannot agree on skipped steps with the ranks there"
+            )
         self._loss_scale = LossScale(policy)
         self._process_group = process_group
         self._visits: dict[int, Visit] = {}
@@ -99,7 +101,7 @@ class GradScaler(torch.amp.GradScaler):
         if new_scale is None:
             if not self._visits or not self._scaled:
                 raise RuntimeError(
-                    "update() follows step() or unscale_(): no gradients were looked at since the last one"
+                    "update() comes after step() or unscale_(): no gradients were checked since the last update()"
                 )
             self._loss_scale.update(any(visit.found_inf.item() != 0 for visit in self._visits.values()))
         else:

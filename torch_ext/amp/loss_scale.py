@@ -58,7 +58,7 @@ class LossScale:
         """Sets values by keys of `state_dict`. Raises ValueError, and changes nothing, for an unknown key or where the
         library rejects the result."""
         if unknown := values.keys() - _FIELDS.keys():
-            raise ValueError(f"{', '.join(sorted(unknown))} is nothing that a GradScaler saves")
+            raise ValueError(f"{', '.join(sorted(unknown))} is not a key of a GradScaler's state_dict")
         changed = _Scale.from_buffer_copy(self._values)
         for key, value in values.items():
             setattr(changed, _FIELDS[key], value)

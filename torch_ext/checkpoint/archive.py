@@ -20,7 +20,7 @@ def damaged_record(stream: IO[bytes]) -> str | None:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        raise zipfile.BadZipFile("its directory has places before the file begins") from error
+        raise zipfile.BadZipFile("its zip directory has offsets before the beginning of the file") from error
 
 
 def summary(error: Exception) -> str:

@@ -139,7 +139,7 @@ def unpack(packed: dict[str, Any]) -> Any:
         raise ValueError(f"it has version {packed[KEY]!r} of states at rest; this torch_ext reads {_VERSION}")
     names, records = packed["names"], packed["records"]
     if not isinstance(records, list) or len(names) != len(records):
-        raise ValueError("its tensors have no names")
+        raise ValueError("its tensors and their names differ in number")
     made: dict[int, Tensor] = {}
 
     def tensor(index: int) -> Tensor:
@@ -149,9 +149,9 @@ def unpack(packed: dict[str, Any]) -> Any:
 
     def weight_at(place: record_header.Place) -> Tensor:
         if not place.key.isdecimal() or int(place.key) >= len(records):
-            raise ValueError(f"it is stored beside tensor {place.key!r}, which is not there")
+            raise ValueError(f"it is stored relative to the weight with number {place.key!r}, which is not in the file")
         if record_header.parse(head_of(records[int(place.key)].cpu())).place is not None:
-            raise ValueError(f"it is stored beside {names[int(place.key)]!r}, which is no weight")
+            raise ValueError(f"it is stored relative to {names[int(place.key)]!r}, which is not a weight")
         return tensor(int(place.key)).cpu()
 
     return _filled(packed["object"], tensor)

@@ -65,7 +65,9 @@ class CheckpointWriter(FileSystemWriter):
 
     def prepare_local_plan(self, plan: Any) -> Any:
         if not self.use_collectives:
-            raise ValueError("use_collectives=False makes checkpoints of single ranks; a CheckpointWriter writes whole")
+            raise ValueError(
+                "use_collectives=False saves a checkpoint for each rank; CheckpointWriter saves one of all ranks"
+            )
         os.makedirs(self.path, exist_ok=True)
         return plan
 

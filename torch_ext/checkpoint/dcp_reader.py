@@ -63,7 +63,7 @@ class CheckpointReader(FileSystemReader):
         whole = self._get_metadata_path()
         file = Path(whole if kwargs.get("rank") is None else self._get_metadata_path(kwargs["rank"]))
         if file != whole and Path(whole).exists():
-            raise ValueError(f"{whole} is there, so {file.name} is of another checkpoint: it is not looked at")
+            raise ValueError(f"{whole} exists, so {file.name} belongs to another checkpoint and is not read")
         raw = file.read_bytes()
         for _ in range(_TRIES):
             try:
@@ -93,8 +93,9 @@ class CheckpointReader(FileSystemReader):
             hasattr(info, folder_metadata.CHECKSUM) for info in metadata.storage_data.values()
         ):
             warning.warn(
-                f"{self.path} bears no checksums: torch or an earlier torch_ext saved it. What torch.save checks of "
-                "tensors is checked; other damage to it cannot be noticed. Saved by CheckpointWriter it has them"
+                f"{self.path} has no checksums: torch or an earlier torch_ext saved it. Only the checksums that "
+                "torch.save writes for tensors are compared; other damage goes unnoticed. CheckpointWriter writes "
+                "checksums of everything"
             )
 
     def prepare_local_plan(self, plan: Any) -> Any:
@@ -140,7 +141,9 @@ class CheckpointReader(FileSystemReader):
     def _check_item(self, index: Any, is_bytes: bool) -> bytes | None:
         """Checks one item. Returns its bytes if it is no tensor, else None. Raises ValueError if it is damaged."""
         if index not in self.storage_data:
-            raise ValueError(f"{self.path}: .metadata does not say where {index.fqn!r} is, from {index.offset} on")
+            raise ValueError(
+                f"{self.path}: .metadata does not say where the part of {index.fqn!r} from {index.offset} on is stored"
+            )
         info = self.storage_data[index]
         file, stream = self._stream(info.relative_path)
         if self.check:

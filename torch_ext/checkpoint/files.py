@@ -63,7 +63,7 @@ def save(obj: Any, path: str | os.PathLike[str], *, states: str = "logical", com
             file.sync()
             os.replace(file.path, path)
     except BaseException as error:
-        refuse_full(error, path, f"{file.size} bytes beside the former file", folder)
+        refuse_full(error, path, f"{file.size} bytes in addition to the previous file", folder)
         raise
     sync_folder(folder)
 
@@ -172,7 +172,8 @@ def load(path: str | os.PathLike[str], *, map_location: Any = None, mmap: bool =
         return loaded
     if str(map_location) == "meta":
         raise ValueError(
-            f"{path} has states at rest, which are decoded as they are read: map_location='meta' is for logical ones"
+            f"{path} has states at rest (compressed), which are decoded while they are read: map_location='meta' is "
+            "legal for files with logical states"
         )
     with _naming_file(path):
         return at_rest_file.unpack(loaded)
@@ -187,8 +188,8 @@ def _read(path: str, map_location: Any, mmap: bool) -> Any:
         archive = zipfile.is_zipfile(path)
         if archive and (found := foreign_class(error)) is not None:
             raise ValueError(
-                f"{path} is not made of tensors and plain values alone, and reading it may execute whatever the file "
-                f"says ({found}). Where you trust who wrote it, name its classes by "
+                f"{path} is not made of tensors and plain values alone, and reading it may execute code that is in "
+                f"the file ({found}). If you trust who wrote it, name its classes by "
                 "torch.serialization.add_safe_globals"
             ) from error
         with _naming_file(path):

@@ -59,8 +59,8 @@ def complete(folder: Path, save_id: str, metadata: bytes) -> None:
     except FileNotFoundError:
         if _id_of_current(folder) != save_id:  # else the file server had renamed it already and got the request twice
             raise RuntimeError(
-                f"{folder}: another save, which could not see that this one was alive, removed it. The checkpoint that "
-                "is there is whole; let one job at a time save to a folder"
+                f"{folder}: another save considered this one dead and removed its files. The checkpoint that is in "
+                "the folder is complete; let one job at a time save to a folder"
             ) from None
     sync_folder(folder)
     with contextlib.suppress(OSError):  # the checkpoint is complete; the next save removes leftover files

@@ -52,13 +52,13 @@ def refuse_file(file: Path, items: Iterable[tuple[int, str]], save_id: str | Non
     """
     items = sorted(items)
     if not file.is_file():
-        raise ValueError(f"{file} is missing: it has {items[0][1]!r} and {len(items) - 1} more of this checkpoint")
+        raise ValueError(f"{file} is missing: {items[0][1]!r} and {len(items) - 1} more of this checkpoint are in it")
     ours = save_id is not None and save_id in file.name
     end = end_of(file.name) if ours else b""
     wanted, size = items[-1][0] + len(end), file.stat().st_size
     if size < wanted:
         cut = next((key for stop, key in items if stop > size), items[-1][1])
-        raise ValueError(f"{file} is truncated: it has {size} bytes of {wanted}, and of {cut!r} not all of them")
+        raise ValueError(f"{file} is truncated: it has {size} of {wanted} bytes, and {cut!r} is incomplete")
     if not ours:
         return
     with open(file, "rb") as stream:
@@ -66,8 +66,8 @@ def refuse_file(file: Path, items: Iterable[tuple[int, str]], save_id: str | Non
         found = stream.read(len(end) + 1)
     if found != end:
         raise ValueError(
-            f"{file} is of another save or rank than .metadata, or its last bytes are damaged: .metadata says where in "
-            f"it {items[0][1]!r} and {len(items) - 1} more are. A checkpoint mixed from several cannot be loaded"
+            f"{file} is of another save or rank than .metadata, or its last bytes are damaged: .metadata has offsets "
+            f"in it for {items[0][1]!r} and {len(items) - 1} more. A checkpoint mixed from several cannot be loaded"
         )
 
 
@@ -97,7 +97,7 @@ def _refuse_records(stream: IO[bytes], file: Path, key: str, info: Any) -> None:
     except Exception as error:  # zipfile may raise any error for data that is no archive
         raise ValueError(f"{file} is damaged: {key!r} cannot be read ({error})") from error
     if damaged is not None:
-        raise ValueError(f"{file} is damaged: of {key!r} the record {damaged!r} has another checksum")
+        raise ValueError(f"{file} is damaged: the record {damaged!r} of {key!r} has another checksum")
 
 
 def without_code(raw: bytes, file: Path, key: str) -> bytes:
@@ -110,8 +110,8 @@ def without_code(raw: bytes, file: Path, key: str) -> bytes:
         raise
     except Exception as error:  # torch may raise any error for data that torch.save did not write
         raise ValueError(
-            f"{file}: {key!r} is not made of tensors and plain values alone, and reading it may execute whatever the "
-            f"file says ({foreign_class(error) or summary(error)}). Where you trust who wrote it, pass "
+            f"{file}: {key!r} is not made of tensors and plain values alone, and reading it may execute code that is "
+            f"in the file ({foreign_class(error) or summary(error)}). If you trust who wrote it, pass "
             "CheckpointReader(path, weights_only=False), or name its classes by torch.serialization.add_safe_globals"
         ) from error
     stream = io.BytesIO()

@@ -68,8 +68,8 @@ def parse(raw: bytes, *, weights_only: bool = True) -> Metadata:
         raise
     except Exception as error:  # unpickling may raise any error for data that is no pickle
         raise ValueError(
-            f"is no metadata of a checkpoint that can be read: truncated, damaged, or not saved by torch.distributed."
-            f"checkpoint ({summary(error)})"
+            "is not checkpoint metadata that can be read: truncated, damaged, or not saved by "
+            f"torch.distributed.checkpoint ({summary(error)})"
         ) from error
     rest = len(raw) - stream.tell()
     checked = any(hasattr(info, CHECKSUM) for info in (found.storage_data or {}).values())
@@ -79,8 +79,8 @@ def parse(raw: bytes, *, weights_only: bool = True) -> Metadata:
 
 
 _EXECUTES = (
-    "holds a {}, and reading one may execute whatever the file says: weights_only=False does, where you trust who "
-    "wrote it"
+    "holds a {}, which only weights_only=False reads. That may execute code that is in the file: pass it only if "
+    "you trust who wrote it"
 )
 
 
@@ -178,7 +178,7 @@ def _storage_info(given: _StandIn) -> _StorageInfo:
     info: _StorageInfo = _dataclass(_StorageInfo, given)
     path = info.relative_path
     if pathlib.PurePath(path).name != path or path in ("", ".", "..") or info.offset < 0 or info.length < 0:
-        raise ValueError(f"{path!r}, {info.length} bytes from {info.offset} on, is no part of a file in the folder")
+        raise ValueError(f"{path!r}, {info.length} bytes from {info.offset} on, is not inside a file of the folder")
     if CHECKSUM in given.state:
         _refuse_other(CHECKSUM, given.state[CHECKSUM], int)
         setattr(info, CHECKSUM, given.state[CHECKSUM])

@@ -54,7 +54,7 @@ class IncrementalWeights:
         info = delta_info(part)
         chain, version, number, parts = info.chain, info.version, info.part, info.parts
         if info.n_parts != 1 or version != self._publisher.version or version == self._saved:
-            raise ValueError(f"part is of version {version}; what publish() has just returned, and once, is legal")
+            raise ValueError(f"part is of version {version}; pass what publish() has just returned, and pass it once")
         known = self._begin(chain, version, number)
         whole = (
             known is None
@@ -76,8 +76,8 @@ class IncrementalWeights:
         self._begun = self._begun or (own is not None and own.run > 0)
         if self._begun and newest is not None and newest.name != name:
             raise RuntimeError(
-                f"{self._folder}: another job saves there since this one did (chain {newest.name}, run {newest.run}); "
-                "one job at a time is legal"
+                f"{self._folder}: another job has begun to save there since this one did (chain {newest.name}, run "
+                f"{newest.run}); one job at a time is legal"
             )
         if part == 0 and (newest is None or not self._begun):
             self._write(weight_files.run_name(name, 1 + (newest.run if newest else 0)), b"")

@@ -104,7 +104,7 @@ class ItemTensors:
         described = self._metadata.state_dict_metadata.get(place.key)
         parts = list(_overlaps(place, getattr(described, "chunks", ())))
         if sum(torch.Size(part.sizes).numel() for part in parts) != torch.Size(place.sizes).numel():
-            raise ValueError(f"{place.key!r}, which it is stored beside, is not in the checkpoint")
+            raise ValueError(f"it is stored relative to weight {place.key!r}, which is not in the checkpoint")
         return parts
 
 
@@ -122,7 +122,7 @@ def _overlaps(place: record_header.Place, chunks: Any) -> Iterator[_Part]:
 
 
 def _no_weight(place: record_header.Place) -> Tensor:
-    raise ValueError(f"it is stored beside {place.key!r}, and is a weight itself")
+    raise ValueError(f"it is a weight, but its header says that it is stored relative to another one, {place.key!r}")
 
 
 def _all_of(stream: IO[bytes]) -> Tensor:

@@ -60,5 +60,5 @@ def read(folder: Path, file: PartFile) -> bytes:
         raise ValueError(f"{path}: {error}") from error
     held = PartFile(info.chain, info.version, info.part, info.parts, "full" if info.full else "delta")
     if held != file or info.n_parts != 1:
-        raise ValueError(f"{path} is not what its name says: in it is what {held.name} has")
+        raise ValueError(f"{path} does not fit its name: its content is that of {held.name}")
     return data

@@ -132,7 +132,10 @@ def _values(part: Part, raw: Tensor) -> Tensor:
         return raw.clone().view(part.dtype)
     try:
         if (message := planes.read(raw))[:2] != (part.dtype, part.numel):
-            raise ValueError(f"it has {message.numel} elements in {message.dtype}")
+            raise ValueError(
+                f"its coded values are {message.numel} elements in {message.dtype}, and its header says {part.numel} "
+                f"in {part.dtype}"
+            )
         values = torch.empty(part.numel, dtype=part.dtype, device="cpu")
         planes.decode(raw, 0, values)
     except RuntimeError as error:
@@ -145,7 +148,7 @@ def _decoded_scaled(found: Record, parts: Sequence[Tensor]) -> Tensor:
         scaled = at_rest.Scaled(parts[0], parts[1], found.format, found.skip)
         return _flat_memory(at_rest.decode_blocks(scaled, prod(found.shape)))
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"its codes and scales are not of each other ({error})") from error
+        raise ValueError(f"its codes and scales do not fit together ({error})") from error
 
 
 def _decode_remainder(found: Record, parts: Sequence[Tensor], weight_at: WeightAt) -> Tensor:
@@ -153,16 +156,19 @@ def _decode_remainder(found: Record, parts: Sequence[Tensor], weight_at: WeightA
     assert found.place is not None
     weight = weight_at(found.place)
     if weight.dtype != torch.bfloat16 or tuple(weight.shape) != found.shape:
-        raise ValueError(f"{found.place.key!r}, which it is stored beside, is {weight.dtype} {tuple(weight.shape)}")
+        raise ValueError(
+            f"it is stored relative to weight {found.place.key!r}, which is {weight.dtype} {tuple(weight.shape)}; "
+            f"torch.bfloat16 {found.shape} is legal"
+        )
     like = torch.empty_strided(found.shape, found.strides, dtype=weight.dtype, device="cpu")
     of = _flat_memory(dense.in_order_of(like, weight.cpu()))
     if _crc(of) != found.weight_crc:
-        raise ValueError(f"{found.place.key!r}, which it is stored beside, is not what it was when this was saved")
+        raise ValueError(f"it is stored relative to weight {found.place.key!r}, which has changed since this was saved")
     remainder = at_rest.Remainder(parts[0], parts[1], parts[2])
     if [part.dtype for part in parts] != [torch.int16, torch.int64, torch.int32]:
-        raise ValueError("its parts are no remainders")
+        raise ValueError("its parts do not have the dtypes of a remainder")
     if parts[1].numel() and not 0 <= int(parts[1].min()) <= int(parts[1].max()) < of.numel():
-        raise ValueError("its parts are of another tensor")
+        raise ValueError("its remainder has indices outside of its weight")
     return at_rest.master_of(of, remainder)
 
 

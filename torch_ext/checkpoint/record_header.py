@@ -103,7 +103,7 @@ def head_bytes(begin: bytes) -> int:
     """Returns the offset of a record's first part. begin: the record's first _HEAD bytes or more. Raises ValueError if
     it is no record."""
     if len(begin) < _HEAD or not is_record(begin):
-        raise ValueError("it is no tensor at rest, or truncated")
+        raise ValueError("it is not a tensor that torch_ext stored at rest, or it is truncated")
     length = int.from_bytes(begin[len(MAGIC) : len(MAGIC) + 4], "little")
     if length > _LONGEST:
         raise ValueError("its header is damaged")
@@ -119,7 +119,7 @@ def parse(raw: bytes) -> Record:
     try:
         return _record(json.loads(header), begin)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"its header is none that torch_ext writes ({type(error).__name__}: {error})") from error
+        raise ValueError(f"its header is not one that torch_ext writes ({type(error).__name__}: {error})") from error
 
 
 def _record(header: dict[str, Any], begin: int) -> Record:
@@ -129,26 +129,28 @@ def _record(header: dict[str, Any], begin: int) -> Record:
     )
     form, place = header["form"], None
     if len(shape) != len(strides) or len(parts) != _PARTS[form]:
-        raise ValueError(f"{len(parts)} parts")
+        raise ValueError(f"form {form!r} with {len(parts)} parts, {len(shape)} sizes and {len(strides)} strides")
     if form == "beside":
         place = Place(str(header["key"]), _sizes(header["offsets"]), shape)
         if len(place.offsets) != len(shape) or parts[1].numel != parts[2].numel:
-            raise ValueError("offsets")
+            raise ValueError(
+                "its weight's offsets do not fit its shape, or its remainder's indices and values differ in number"
+            )
     numel, skip = prod(shape), _size(header.get("skip", 0))
     span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     enough = parts[0].numel >= skip + numel if form == "scaled" else parts[0].numel == numel
     if not enough or (numel and span != numel):
-        raise ValueError("its shape is not that of its values")
+        raise ValueError("its shape and strides do not fit its number of values")
     for part in parts:
         if not part.coded and part.nbytes != part.numel * part.dtype.itemsize:
-            raise ValueError("its bytes are not those of its values")
+            raise ValueError("its number of bytes does not fit its number of values")
     crc, formatted = int(header.get("crc", 0)), int(header.get("format", 0))
     return Record(form, _dtype(header["dtype"]), shape, strides, place, crc, formatted, skip, parts, begin)
 
 
 def _size(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 56:
-        raise ValueError(f"{value!r} is no size")
+        raise ValueError(f"{value!r} is not a size")
     return value
 
 
@@ -159,5 +161,5 @@ def _sizes(values: Any) -> tuple[int, ...]:
 def _dtype(name: str) -> torch.dtype:
     found = vars(torch).get(name)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name} is no dtype")
+        raise ValueError(f"{name} is not a dtype of torch")
     return found

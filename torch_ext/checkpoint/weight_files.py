@@ -152,8 +152,8 @@ def version_in(folder: Path, names: Iterable[str], number: int | None = None) ->
             )
         last = last if number is None else number
         return Version(last, full, chain.of(full, last))
-    which = "no version" if number is None else f"no version until {number}"
-    raise ValueError(f"{folder} has {which} of which the parts of all ranks are there")
+    which = "no version" if number is None else f"no version up to {number}"
+    raise ValueError(f"{folder} has {which} with the files of all ranks")
 
 
 def _alternative(chain: Chain, version: int) -> str:

@@ -10,7 +10,7 @@ _FORMS = {
     "logical": "as torch.optim has them",
     "plain": "at rest",
     "scaled": "at rest: codes and scales",
-    "beside": "at rest: what its weight lacks",
+    "beside": "at rest: remainders of bf16 weights",
     "object": "no tensor",
     "full": "all weights of a version",
     "delta": "what changed since the version before",
@@ -21,9 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "file",
         metavar="FILE",
-        help="of torch_ext.save or torch.save, or a folder of checkpoints or of IncrementalWeights",
+        help="a file of torch_ext.save or torch.save, or a folder of a checkpoint or of IncrementalWeights",
     )
-    parser.add_argument("--no-check", action="store_true", help="compares no checksums, which reads everything")
+    parser.add_argument(
+        "--no-check", action="store_true", help="do not compare checksums, which would read all of the file"
+    )
     parser.add_argument("--json", action="store_true", help="the same as JSON, for other programs")
     parser.set_defaults(refuse=parser.error)
 
@@ -49,7 +51,7 @@ def _json(found: Contents) -> str:
 
 def _text(path: str, found: Contents, compared: bool) -> Iterator[str]:
     plain = sum(row.plain_bytes for row in found.rows)
-    ratio = f", {plain / found.nbytes:.2f} times as many as values" if found.nbytes else ""
+    ratio = f", {plain / found.nbytes:.2f} times as many when decoded" if found.nbytes else ""
     yield f"{path}: {len(found.rows)} entries in {found.nbytes} bytes{ratio}"
     lines = [("key", "dtype", "stored in", "shape", "bytes", "of", "form"), *map(_columns, found.rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]) - 1)]
@@ -58,9 +60,9 @@ def _text(path: str, found: Contents, compared: bool) -> Iterator[str]:
     for damage in found.damage:
         yield f"damaged: {damage}"
     if not found.checked:
-        yield "checksums: not of everything; torch or an earlier torch_ext saved it"
+        yield "checksums: not for all of it; torch or an earlier torch_ext saved it"
     elif not found.damage:
-        yield "checksums: " + ("all are right" if compared else "not compared")
+        yield "checksums: " + ("all match" if compared else "not compared")
 
 
 def _columns(row: Row) -> tuple[str, ...]:

@@ -8,8 +8,10 @@ from torch_ext.native import paths
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cflags", action="store_true", help="where the headers are")
-    parser.add_argument("--libs", action="store_true", help="where the library is, now and when the program runs")
+    parser.add_argument("--cflags", action="store_true", help="compiler flags that name the folder of the headers")
+    parser.add_argument(
+        "--libs", action="store_true", help="linker flags that name the library, at link time and at run time"
+    )
     parser.add_argument(
         "--delta", action="store_true", help="libtorch_ext_delta.so, for inference engines: torch_ext_delta.h alone"
     )

@@ -15,8 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "target",
         metavar="MODULE:FUNCTION",
-        help="called without arguments, it returns (model, optimizer): the optimizer as it is given to the training "
-        "loop, best after it took some steps",
+        help="function without arguments that returns (model, optimizer): the optimizer as the training loop uses "
+        "it, best after some steps",
     )
     parser.add_argument("--json", action="store_true", help="the report as JSON, for other programs")
     parser.set_defaults(refuse=parser.error)

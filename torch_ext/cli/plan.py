@@ -42,24 +42,32 @@ class _PlanInput(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--params", type=_count, metavar="N", help=f"7B or 7e9, say; in {_TENSORS} equal tensors")
     model.add_argument(
-        "--numels", metavar="FILE", help='lines "elements" or "name elements", in registration order; - is the input'
+        "--params", type=_count, metavar="N", help=f"number of parameters, such as 7B, in {_TENSORS} equal tensors"
     )
     model.add_argument(
-        "--model", metavar="MODULE:CALLABLE", help="called without arguments on the meta device, it returns the model"
+        "--numels",
+        metavar="FILE",
+        help='file of lines "elements" or "name elements", in registration order; - is the standard input',
     )
-    parser.add_argument("--dtype", help="of the parameters; bf16, or what the model is in, unless given")
+    model.add_argument(
+        "--model",
+        metavar="MODULE:CALLABLE",
+        help="function that returns the model; called without arguments, on the meta device",
+    )
+    parser.add_argument("--dtype", help="dtype of the parameters; default: bf16, or the model's")
     parser.add_argument("--world-size", type=_count, default=1, metavar="RANKS")
     parser.add_argument(
-        "--slots", action="store_true", help="for GPUs: buckets are sent from slots that are kept, on NCCL's transports"
+        "--slots",
+        action="store_true",
+        help="for GPUs with NCCL: buckets are sent from slots, buffers that are kept between steps",
     )
     parser.add_argument(
         "--strategy",
         nargs="+",
         type=_strategy,
         metavar="STRATEGY",
-        help=f"{', '.join(table.strategies())}, or their numbers from 0; all, unless given",
+        help=f"{', '.join(table.strategies())}, or their numbers from 0; default: all",
     )
     parser.add_argument(
         "--states", metavar="WORD", help="fp32, bf16, bf16_remainder or 8bit: how the optimizer's states are stored"
@@ -68,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--min-8bit-size",
         type=_count,
         metavar="N",
-        help="parameters with fewer elements keep fp32 moments beside others of 8 bits",
+        help="with 8-bit moments, parameters with fewer elements than this keep fp32 moments",
     )
     parser.add_argument(
         "--keep-32bit",
@@ -76,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="NAME",
-        help="parameters that keep fp32 moments: names of them or of modules around them, or patterns ('*norm*')",
+        help="parameters that keep fp32 moments: names of them or of modules that contain them, or patterns ('*norm*')",
     )
     _add_what_steps(parser)
     parser.add_argument(
@@ -86,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_override,
         default=[],
         metavar="KEY=VALUE",
-        help="of the policy: exp_avg_dtype=fp8 store_param_remainders=true bucket_size=25000000 ...",
+        help="keys of the policy: exp_avg_dtype=fp8 store_param_remainders=true bucket_size=25000000 ...",
     )
     parser.set_defaults(refuse=parser.error)
 
@@ -96,14 +104,14 @@ def _add_what_steps(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ema-dtype",
         choices=_EMA_DTYPES,
-        help="with an average of the weights (ema_decay): what it is stored in",
+        help="counts an average of the weights (ema_decay), stored in this dtype",
     )
     parser.add_argument(
         "--publisher",
         nargs="?",
         const="bits",
         choices=("bits", "exact"),
-        help="with a WeightPublisher of the weights that are trained; exact: made with exact=True",
+        help="counts a WeightPublisher of the trained weights; exact: made with exact=True",
     )
     parser.add_argument(
         "--muon",
@@ -113,7 +121,7 @@ def _add_what_steps(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ns-dtype",
         choices=hyper.NS_DTYPES,
-        help="with --muon: of its products; fp32, which needs more memory, unless given",
+        help="with --muon: dtype of its matrix products; default: fp32, which needs more memory",
     )
     parser.add_argument(
         "--adamw-params",
@@ -121,7 +129,7 @@ def _add_what_steps(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="NAME",
-        help="with --muon: matrices that are AdamW's: names of them or of modules around them, or patterns",
+        help="with --muon: matrices that AdamW steps: names of them or of modules that contain them, or patterns",
     )
 
 
@@ -248,10 +256,10 @@ def _of_model(options: argparse.Namespace) -> _PlanInput:
 def _muon_of(options: argparse.Namespace, asked: _PlanInput) -> MuonOptions | None:
     if not options.muon:
         if options.ns_dtype or options.adamw_params:
-            raise ValueError("--ns-dtype and --adamw-params are of Muon's: --muon is missing")
+            raise ValueError("--ns-dtype and --adamw-params need --muon")
         return None
     if not isinstance(asked.of_dtype, nn.Module):
-        raise ValueError("--muon: shapes of matrices are needed; --model is legal with it")
+        raise ValueError("--muon needs the shapes of matrices: give the model with --model")
     return MuonOptions(ns_dtype=options.ns_dtype, adamw_params=options.adamw_params, model=asked.of_dtype)
 
 
@@ -330,40 +338,40 @@ def _table(plans: Sequence[MemoryPlan]) -> list[str]:
 
 def _notes(asked: _PlanInput, plans: Sequence[MemoryPlan], slots: bool) -> Iterator[str]:
     """Yields the notes below the table."""
-    yield "Of one rank. Not in it: activations, buffers of modules, what allocators and transports keep for themselves."
+    yield "Memory of one rank. Not counted: activations, buffers of modules, the overhead of allocators and transports."
     of = {plan.strategy: plan for plan in plans}
     if any(strategy != _FULL for strategy in of):
-        how = (
-            "two slots of each size that buckets have"
-            if slots
-            else f"at most {IN_FLIGHT} buckets on their way at a time"
-        )
-        joined = " (no_shard: or two messages of joined ones)" * ("no_shard" in of and not slots)
+        how = "two slots for each bucket size" if slots else f"at most {IN_FLIGHT} buckets in flight at a time"
+        joined = " (no_shard: or two messages of joined buckets)" * ("no_shard" in of and not slots)
         yield f"transient: {how}{joined}."
     if any(plan.products for plan in plans):
-        yield "products: in which Muon's matrices are multiplied, kept from the first step on."
+        yield "products: workspaces of Muon's matrix products, kept from the first step on."
     if any(plan.stepping for plan in plans):
-        yield "stepping: momentum and updates of Muon's matrices, to their owners and back; not beside transient."
+        yield (
+            "stepping: momentum and updates of Muon's matrices, sent to the owner ranks and back; not at the same "
+            "time as transient."
+        )
     moving = {strategy: plan.moving for strategy, plan in of.items() if plan.moving}
     if moving:
         sizes = ", ".join(f"{strategy} {_size(nbytes)}" for strategy, nbytes in moving.items())
         yield (
-            "peak: or the moment in which weights move (parallelize), or buckets are laid out in the order that the "
-            f"first backward showed. It has no states yet, but takes beside parameters and gradients: {sizes}. Where "
-            "no_shard's states were loaded before the first backward, it comes on top of the total."
+            "peak: during steps, or while parallelize moves weights or rebuilds buckets after the first backward, "
+            "if that is more. That move comes before there are states, but needs, in addition to parameters and "
+            f"gradients: {sizes}. If no_shard's states were loaded before the first backward, it is in addition to "
+            "the total."
         )
     if asked.refusal is not None:
-        yield f"{_FULL} is not for this model: {asked.refusal}"
+        yield f"{_FULL} is not possible for this model: {asked.refusal}"
     elif _FULL in of:
         units, bound = ("parameters", ", a lower bound") if asked.units is None else ("units", "")
-        yield f"transient of {_FULL}{bound}: the two largest {units}, gathered, and their gradients on their way."
+        yield f"transient of {_FULL}{bound}: the two largest {units}, all-gathered, and their gradients in flight."
 
 
 def _note_of_gathers(policy: Policy) -> Iterator[str]:
     if policy.create_all_gather_group:
         yield (
-            "create_all_gather_group: NCCL keeps the memory of a second communicator, which is not in it either: some "
-            "hundred MB on each rank (docs/gpus.md)."
+            "create_all_gather_group: NCCL keeps the memory of a second communicator, which is not counted either: "
+            "some hundred MB on each rank (docs/gpus.md)."
         )
 
 

@@ -194,10 +194,10 @@ def control_communicator(group: dist.ProcessGroup, device: torch.device) -> Comm
     if group not in _groups:
         if not dist.is_gloo_available():
             raise RuntimeError(
-                "the process group moves device memory only, and this torch has no gloo for what ranks tell each "
-                "other: use a torch that has it"
+                "the process group moves device memory only, and torch_ext also exchanges metadata between hosts "
+                "over gloo, which this torch is built without: use a torch with gloo"
             )
         ranks = dist.get_process_group_ranks(group)
         timeout = datetime.timedelta(seconds=timeout_of(group, device))
-        _groups[group] = group_calls.new_group(ranks, timeout, group, "a gloo group beside the process group")
+        _groups[group] = group_calls.new_group(ranks, timeout, group, "a gloo group for the process group's hosts")
     return GlooCommunicator(_groups[group], _HOST)

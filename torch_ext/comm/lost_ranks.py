@@ -79,9 +79,10 @@ class _Verdict(NamedTuple):
             return (
                 f"{label}: {ranks_called(self.waiting)} did not respond, or gave up waiting for it ({self.reason}): "
                 f"no rank is lost, but they failed elsewhere ({elsewhere}). The ranks are more than the group's "
-                f"timeout apart, run different programs, or parted in an exception; {after}"
+                "timeout apart, run different programs, or one of them raised an exception that the others did not; "
+                f"{after}"
             )
-        return f"{label}: a rank did not respond ({self.reason}); which one, cannot be told here; {after}"
+        return f"{label}: a rank did not respond ({self.reason}); this rank cannot tell which one; {after}"
 
 
 _verdicts: "weakref.WeakKeyDictionary[Any, _Verdict]" = weakref.WeakKeyDictionary()
@@ -101,8 +102,8 @@ def refuse(group: Any, label: str) -> None:
         group = dist.group.WORLD
     if group is None or not _exists(group):
         raise RuntimeError(
-            f"{label}: its process group was destroyed (destroy_process_group), so the ranks cannot speak with each "
-            "other any more. What was parallelized over it needs parallelize again, over a group that is there"
+            f"{label}: its process group was destroyed (destroy_process_group), so the ranks cannot communicate any "
+            "more. Call parallelize again, with a process group that exists"
         )
     refuse_failed(group, label)
 

@@ -64,7 +64,7 @@ class Watchdog:
             while self._under_way and self._streams.query(self._under_way[0].event):
                 self._under_way.popleft()
         except RuntimeError as error:  # the next poll may succeed; a persistent failure ends in the timeout
-            unseen = f"; it could not be looked at: {error}"
+            unseen = f"; its event could not be queried: {error}"
         try:
             self._comm.check()
         except RuntimeError:
@@ -188,7 +188,9 @@ class NcclTransport:
         except RuntimeError as error:
             comm.abort(str(error))
             raise
-        raise RuntimeError("ranks exchanged different things, longer ago than records are kept")
+        raise RuntimeError(
+            "ranks issued different operations: the first difference is older than the records that are kept"
+        )
 
 
 class _Raw:

@@ -89,7 +89,7 @@ def _not_read(reading: Reading) -> Iterator[Finding]:
             "not_read",
             "Weights that cannot be read here: on the meta device, sparse, offloaded or quantized.",
             list(dict.fromkeys(names)),
-            "torch_ext.onload(model, optimizer)  # or whatever brings them back; then diagnose again",
+            "torch_ext.onload(model, optimizer)  # or what else moves them back; then diagnose again",
         )
 
 

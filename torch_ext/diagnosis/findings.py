@@ -96,7 +96,7 @@ class Report:
     def of(self, kind: str) -> list[Finding]:
         """Returns the findings of one kind. Raises ValueError for an unknown kind."""
         if kind not in KINDS:
-            raise ValueError(f"{kind!r} is no kind of finding; {', '.join(KINDS)} are")
+            raise ValueError(f"{kind!r} is not a kind of finding; {', '.join(KINDS)} are legal")
         return [finding for finding in self.findings if finding.kind == kind]
 
     def raise_for_findings(self, severity: str = "warning") -> None:

@@ -43,9 +43,9 @@ def _stale(reading: Reading, missing: Sequence[str]) -> Finding:
     n = len(reading.foreign)
     return finding(
         "stale_references",
-        f"The optimizer steps {n} tensors that are not the model's, and not these parameters of the model: it was made "
-        "from parameters that have been replaced since (a model that was built, wrapped, sharded or moved again). What "
-        "it steps, nobody reads.",
+        f"The optimizer steps {n} tensors that are not the model's, and not these parameters of the model: it was "
+        "made from parameters that have been replaced since (the model was built, wrapped, sharded or moved again). "
+        "Its updates do not reach the model.",
         missing,
         "optimizer = type(optimizer)(model.parameters(), **optimizer.defaults)  # after the model's last change",
         figure=sum(reading.model.named[name].numel() for name in missing),
@@ -56,8 +56,8 @@ def _stale(reading: Reading, missing: Sequence[str]) -> Finding:
 def _in_no_group(missing: Sequence[str]) -> Finding:
     return finding(
         "in_no_group",
-        "Parameters of the model that require a gradient, and that no optimizer has: they keep their first values. "
-        "Where another optimizer steps them pass it, too: diagnose(model, [first, second]).",
+        "Parameters of the model that require a gradient but are in no optimizer: they keep their initial values. "
+        "If another optimizer steps them, pass it too: diagnose(model, [first, second]).",
         missing,
         f'optimizer.add_param_group({{"params": [model.get_parameter({missing[0]!r})]}})'
         if len(missing) == 1
@@ -69,8 +69,8 @@ def _foreign(foreign: Sequence[Trained]) -> Finding:
     names = [f"{tuple(t.param.shape)} in {t.param.dtype}" for t in foreign]
     return finding(
         "not_of_the_model",
-        "Tensors in the optimizer's groups that are no parameters of the model. Where they are another module's pass "
-        "it, too; where the model was built anew the optimizer has to be made again.",
+        "Tensors in the optimizer's groups that are not parameters of the model. If they belong to another module, "
+        "pass it too; if the model was built again, make the optimizer again.",
         names,
         "report = torch_ext.diagnose([model, other_model], optimizer)",
     )

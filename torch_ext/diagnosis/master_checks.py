@@ -45,7 +45,7 @@ def check(reading: Reading) -> Iterator[Finding]:
     if misshapen:
         yield finding(
             "misshapen_moments",
-            "Masters that have another number of elements than their weights: they are another parameter's.",
+            "Masters with another number of elements than their weights: they belong to another parameter.",
             list(misshapen),
             "optimizer.load_state_dict(state)  # of an optimizer whose parameters have this order and these shapes",
         )
@@ -84,7 +84,11 @@ def _stale(where: str, consequence: str, found: Mapping[str, int]) -> Finding:
         return finding(
             "stale_masters",
             f"Weights that are not what their masters ({where}) round to: written outside the optimizer. The next step "
-            + ("takes the weights over." if consequence == "resync" else "refuses them by name."),
+            + (
+                "takes these weights as the new masters."
+                if consequence == "resync"
+                else "raises an error that names them."
+            ),
             list(found),
             "optimizer.resync_masters()  # at once, instead of in the next step",
             counted,

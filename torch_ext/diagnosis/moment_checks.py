@@ -98,7 +98,7 @@ def _missing_moments(reading: Reading) -> Iterator[Finding]:
         wanted = _needed(t) | (min(more, key=len) if more else frozenset())
         absent = [key for key in state_moments.SHAPED if key in wanted and key not in there]
         if absent and _requires_grad(t) and _has_stepped(t):
-            said = f"The state has steps or other moments, and no {' and no '.join(absent)}: a load left it out."
+            said = f"The state has steps or other moments, but no {' and no '.join(absent)}: a load left it out."
             found.setdefault(said, {}).update(dict.fromkeys(t.names))
     yield from _findings(reading, "missing_moments", found, _LOAD)
 
@@ -127,7 +127,10 @@ def _misshapen(t: Trained) -> str:
             continue
         if value.shape not in (t.param.shape, t.stepped.shape):
             beside = tuple(t.param.shape)
-            return f"{key} has shape {tuple(value.shape)} beside a parameter of shape {beside}: it is another's state."
+            return (
+                f"{key} has shape {tuple(value.shape)} and the parameter has {beside}: it is the state of another "
+                "parameter."
+            )
     return ""
 
 
@@ -138,7 +141,7 @@ def _nonfinite(t: Trained) -> str:
             continue
         low, high = map(float, (value if value.dtype.itemsize > 1 else value.float()).aminmax())
         if not (math.isfinite(low) and math.isfinite(high)):
-            return f"{key} has elements that are not finite: every further step makes weights of it."
+            return f"{key} has elements that are not finite: every further step writes them into weights."
         if key == EXP_AVG_SQ and low < 0:
             return "exp_avg_sq has negative elements, whose square root is NaN."
     return ""
@@ -159,7 +162,7 @@ def _inconsistent(t: Trained) -> str:
     if m is None or v is None or m.numel() != v.numel():
         return ""
     if t.step() == 0 and bool(m.any()):
-        return "Moments of earlier steps beside step 0: the correction for the start makes the next update too large."
+        return "Moments of earlier steps at step 0: the bias correction makes the next update too large."
     one, two = betas
     if one == 0 or one * one >= two or two >= 1:
         return ""

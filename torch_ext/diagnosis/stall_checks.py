@@ -30,8 +30,8 @@ def check(reading: Reading) -> Iterator[Finding]:
         share = worst[dtype, beta2]
         yield finding(
             "stalled_exp_avg_sq",
-            f"exp_avg_sq in {dtype}, rounded to nearest, with beta2 = {beta2:g}: one step takes {1 - beta2:.2g} of it "
-            f"away, which rounding puts back. It can rise and not fall, so that updates stay too small.",
+            f"exp_avg_sq in {dtype}, rounded to nearest, with beta2 = {beta2:g}: one step takes {1 - beta2:.2g} of "
+            "it away, and rounding undoes that. It can rise but not fall, so that updates stay too small.",
             list(names),
             f"optimizer = torch_ext.AdamW(model.parameters(), lr=lr, betas=(0.9, {beta2:g}))  # dithered, or in fp32",
             share,

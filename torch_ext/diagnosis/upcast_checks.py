@@ -24,7 +24,7 @@ def check(reading: Reading) -> Iterator[Finding]:
         yield finding(
             "upcast_missing",
             f"A mixed-precision policy casts these parameters to {cast[same[0]]} for forward and backward, but they "
-            "are in it already: there is no fp32 behind it, and the optimizer steps the 16-bit weights.",
+            "are in that dtype already: there are no fp32 weights, and the optimizer steps the 16-bit ones.",
             same,
             "model.float()  # before fully_shard(model, mp_policy=...), which then casts for forward and backward",
             *_elements(reading, same),
@@ -81,7 +81,7 @@ def _missing_masters(reading: Reading, but: set[str]) -> Iterator[Finding]:
         yield finding(
             "upcast_missing",
             "fp32 masters were asked for, and none are kept for these 16-bit parameters, or they are in 16 bits "
-            "themselves: a load casts them to the parameter's dtype, or the optimizer ignores the option for it.",
+            "themselves: a load casts them to the parameter's dtype, or the optimizer ignores the option.",
             list(found),
             "optimizer = torch_ext.AdamW(model.parameters(), lr=lr)  # fp32 masters for 16-bit parameters",
             *_elements(reading, list(found)),

@@ -27,7 +27,7 @@ def _check_narrow(narrow: list[Trained]) -> Iterator[Finding]:
     if not found:
         yield finding(
             "lost_updates",
-            f"Weights in {dtype} without masters. How many of their updates rounding undoes cannot be said before "
+            f"Weights in {dtype} without masters. How many of their updates are lost to rounding is known only once "
             "there are gradients or momentum.",
             [name for t in narrow for name in t.names],
             _WRITE,
@@ -45,7 +45,7 @@ def _check_narrow(narrow: list[Trained]) -> Iterator[Finding]:
         "lost_updates",
         f"Weights in {dtype} without masters, at lr = {', '.join(f'{rate:g}' for rate in rates)}: what the next step "
         "would add to these weights is less than half of the distance to their neighbours, and rounding undoes it. "
-        + ("It will be more as lr falls." if not serious else "The weights stay where they are."),
+        + ("More updates will be lost as lr falls." if not serious else "The weights stay where they are."),
         list(dict.fromkeys(name for t, _ in sorted(shown, key=lambda pair: -pair[1].share) for name in t.names)),
         _WRITE,
         whole.share,

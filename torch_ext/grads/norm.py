@@ -74,9 +74,9 @@ class Clipping:
         if self.used or self.only_measured:
             return False
         raise RuntimeError(
-            "gradients were written between clip_grad_norm_(optimizer, ...) and step(): the coefficient does not fit "
-            "them any more. Clip last, or in place with clip_grad_norm_(parameters, ...); optimizer.zero_grad() "
-            "forgets a clip"
+            "gradients were written between clip_grad_norm_(optimizer, ...) and step(): the coefficient does not "
+            "fit them any more. Clip last, or in place with clip_grad_norm_(parameters, ...); optimizer.zero_grad() "
+            "discards the clip"
         )
 
     def refuse_scale(self, grad_scale: Tensor) -> None:
@@ -84,9 +84,9 @@ class Clipping:
         known only afterwards."""
         if grad_scale.numel() and not (self._unscaled or self.only_measured):
             raise RuntimeError(
-                "clip_grad_norm_(optimizer, ...) came before scaler.unscale_(optimizer): its norm is of gradients that "
-                "are still multiplied by the loss scale. Call unscale_ first, then clip (fp16 gradients want "
-                "policy.grad_scaler() for that); optimizer.zero_grad() forgets a clip"
+                "clip_grad_norm_(optimizer, ...) came before scaler.unscale_(optimizer): its norm is of gradients "
+                "that are still multiplied by the loss scale. Call unscale_ first, then clip (fp16 gradients need "
+                "policy.grad_scaler() for that); optimizer.zero_grad() discards the clip"
             )
 
     def limited(self, max_norm: float, grad_scale: Tensor) -> "Clipping":

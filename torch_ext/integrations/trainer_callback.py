@@ -96,7 +96,7 @@ class _Events:
                 state.best_model_checkpoint = best
         else:
             warnings.warn(
-                f"{best} has no averages, in a folder {_FOLDER!r}: it was saved without {_CALL}. The model has its "
-                "weights in training",
+                f"{best} has no folder {_FOLDER!r} with averages: it was saved without {_CALL}. The model keeps its "
+                "training weights",
                 stacklevel=2,
             )

@@ -34,14 +34,14 @@ def refuse(
     begin = "the step is being captured into a CUDA graph, and "
     if stateless:
         raise RuntimeError(
-            f"{begin}there is no state yet, which every replay would make anew: run a step before the capture"
+            f"{begin}there is no state yet, so every replay would create it again: run a step before the capture"
         )
     if offloaded:
         raise RuntimeError(f"{begin}part of it runs on the host; offload_fraction=0 is legal there")
     if measures:
         raise RuntimeError(
-            f"{begin}measure_health() is for one step, while every replay would add its own: take the measured step "
-            "without the graph"
+            f"{begin}measure_health() measures one step, but every replay would measure again: take the measured "
+            "step without the graph"
         )
     if on_external_write == "error":
         raise RuntimeError(
@@ -61,6 +61,6 @@ def refuse(
         for key, value in {**betas, "eps": group["eps"], "weight_decay": group["weight_decay"]}.items():
             if isinstance(value, Tensor):
                 raise RuntimeError(
-                    f"{begin}every replay would keep what group {i} has as {key}, a tensor on {value.device}; a number "
-                    "is legal, of which nobody expects that it changes"
+                    f"{begin}every replay would keep what group {i} has as {key}, a tensor on {value.device}; a "
+                    "number is legal: it is a constant of the graph"
                 )

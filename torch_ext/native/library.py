@@ -85,7 +85,7 @@ def other_build(name: str) -> ImportError:
     """Returns the error for a function, struct or operator that the loaded library lacks."""
     return ImportError(
         f"{paths.library_path()} has no {name}: it was built from other sources than the package in {paths.PACKAGE}. "
-        "Build it again with `bazel build //:torch_ext`, or install the wheel anew."
+        "Build it again with `bazel build //:torch_ext`, or reinstall the wheel."
     )
 
 

@@ -57,4 +57,4 @@ def get_include() -> str:
     folders = (os.path.join(PACKAGE, "include"), os.path.join(root, "csrc"))  # a wheel; the repository
     if path := _find("torch_ext.h", folders):
         return os.path.dirname(path)
-    raise ImportError(f"torch_ext.h is in none of {', '.join(folders)}: install the wheel anew.")
+    raise ImportError(f"torch_ext.h is in none of {', '.join(folders)}: reinstall the wheel.")

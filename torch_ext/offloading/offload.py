@@ -173,8 +173,8 @@ class OffloadPlan:
         own = {id(p) for p in self._params}
         if any(id(p) not in own for reducer in self._reducers for p in reducer.params):
             raise RuntimeError(
-                f"{self._doing} of a part of a parallelized model, whose parameters lie in common buffers: pass the "
-                "model itself"
+                f"{self._doing} of a submodule of a parallelized model, whose parameters share flat buffers with the "
+                "rest of it: pass the whole model"
             )
 
     def refuse_shared_weights(self) -> None:
@@ -185,7 +185,7 @@ class OffloadPlan:
             for t in storage.unwrapped(weight):
                 if storage.is_released(t) and id(t.untyped_storage()) not in known:
                     raise RuntimeError(
-                        f"{self._doing}: {name} was offloaded with another model, of which it is a part too: pass both "
+                        f"{self._doing}: {name} was offloaded with another model that has this weight too: pass both "
                         "models in one call, as a list"
                     )
 

@@ -175,7 +175,10 @@ class Adam(MeasuringOptimizer):
         ValueError or TypeError, naming the parameter, where it does not fit; nothing has changed then.
         """
         if state_dict is not None and force:
-            raise ValueError("resync_masters(): force=True takes masters from the weights, state_dict from elsewhere")
+            raise ValueError(
+                "resync_masters(): force=True takes masters from the weights, state_dict= gives other ones; pass one "
+                "of the two"
+            )
         self._before_master_change("resync_masters()")
         with torch.no_grad():
             if state_dict is not None:
@@ -199,7 +202,7 @@ class Adam(MeasuringOptimizer):
         """
         self.refuse_between("master_weights()")
         self._before_master_change("master_weights()")
-        self._open = "master_weights(): parameters are their masters there"
+        self._open = "master_weights(), where parameters hold their masters"
         try:
             with torch.no_grad(), master_sync.masters_as_params(self._states, self._stepper) as masters:
                 yield masters

@@ -21,7 +21,7 @@ _MASTERS = f"16-bit weights have masters unless policy={{'main_params_dtype': No
 _CLASS = "torch_ext.AdamW decouples weight decay, torch_ext.Adam does not (decoupled_weight_decay=False)"
 
 _NOT_MUONS = "torch.optim.Muon has none either, and the step is always fused; leave it out"
-_OF_ADAMW = "adamw={'lr': ..., 'betas': ..., 'eps': ..., 'weight_decay': ...} says it of what AdamW steps"
+_OF_ADAMW = "adamw={'lr': ..., 'betas': ..., 'eps': ..., 'weight_decay': ...} sets it for parameters that AdamW steps"
 
 _ELSEWHERE = {
     # names that people expect
@@ -35,10 +35,10 @@ _ELSEWHERE = {
     **dict.fromkeys(("betas", "adamw_betas", "adamw_lr", "adamw_eps", "adamw_weight_decay", "adamw_wd"), _OF_ADAMW),
     "named_parameters": "params takes model.named_parameters()",
     # arguments of our other classes and functions
-    "states": "this class is states='8bit'; torch_ext.AdamW has the other words",
+    "states": "this class always has states='8bit'; torch_ext.AdamW takes the other values",
     "decoupled_weight_decay": _CLASS,
     "strategy": "torch_ext.parallelize(model, policy, strategy=...) takes it, before the optimizer steps",
-    "step_in_backward": "Muon steps whole matrices, when all of a gradient is there; leave it out",
+    "step_in_backward": "Muon needs the whole gradient of a matrix, so it cannot step in backward; leave it out",
     "offload_fraction": (
         "Muon's states stay on the device; torch_ext.offload(model, optimizer) takes them off it between steps"
     ),
@@ -106,8 +106,8 @@ def _bound(
     except TypeError as error:
         kinds = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
         raise TypeError(
-            f"{type(self).__name__}(): {error}; {', '.join(kinds)} may be given by position, in this order, all others "
-            "by name, and params must be"
+            f"{type(self).__name__}(): {error}; {', '.join(kinds)} may be given by position, in this order, all "
+            "others by name; params is required"
         ) from None
 
 

@@ -38,8 +38,8 @@ def clip_grad_norm_(
     """
     if norm_type != 2:
         raise ValueError(
-            f"norm_type is {norm_type}; 2 is legal: for others use torch.nn.utils.clip_grad_norm_ on the parameters, "
-            "where gradients are not sharded"
+            f"norm_type is {norm_type}; 2 is legal: for other norms use torch.nn.utils.clip_grad_norm_ on the "
+            "parameters, if gradients are not sharded"
         )
     max_norm = float(max_norm)
     if not max_norm > 0:

@@ -38,7 +38,7 @@ class AveragingOptimizer(OptimizerBase):
         """
         self._refuse_without_average("ema_weights()")
         self.refuse_between("ema_weights()")
-        self._open = "ema_weights(): parameters are their averages there"
+        self._open = "ema_weights(), where parameters hold their averages"
         try:
             with torch.no_grad(), _averages_as_params(self._states):
                 yield

@@ -103,8 +103,8 @@ class GradientRelease:
             return
         if id(p) in self._seen:
             raise RuntimeError(
-                f"{_ON}: {self._names([p])} got a second gradient in one backward, when the first was stepped: "
-                "checkpoint with use_reentrant=False"
+                f"{_ON}: {self._names([p])} got a second gradient in one backward, after the first was stepped: use "
+                "activation checkpointing with use_reentrant=False"
             )
         self._seen.add(id(p))
         self._pending.append(p)
@@ -192,8 +192,8 @@ class GradientRelease:
         again = [p for p in self._stepped if p.grad is not None]
         if again:
             raise RuntimeError(
-                f"step() with gradients of {self._names(again)}, which were stepped in backward ({_ON}) and have other "
-                "ones now: drop them with zero_grad()"
+                f"step() with gradients of {self._names(again)}, which were stepped in backward ({_ON}) and have new "
+                "gradients now: drop them with zero_grad()"
             )
 
     def refuse_clipping(self) -> None:
@@ -227,8 +227,8 @@ class GradientRelease:
         if self._stepped:
             raise RuntimeError(
                 f"a second backward before step(): {_ON}, so the first one's gradients were applied already. To "
-                "accumulate gradients leave out step_in_backward; else call step() first. Checkpoints with "
-                "use_reentrant=True are backwards of their own: use_reentrant=False is legal"
+                "accumulate gradients leave out step_in_backward; else call step() first. Activation checkpointing "
+                "with use_reentrant=True runs backwards of its own: use_reentrant=False is legal"
             )
 
     def _names(self, params: Sequence[Tensor]) -> str:

@@ -41,7 +41,8 @@ class MeasuringOptimizer(AveragingOptimizer):
         if measured is None:
             asked = self._states.measuring.next is not None
             raise RuntimeError(
-                f"{_CALL}: {'no step came since measure_health()' if asked else 'no step was asked to measure'}; call "
+                f"{_CALL}: "
+                f"{'no step was taken since measure_health()' if asked else 'measure_health() was not called'}; call "
                 "measure_health(), take a step, and then health()"
             )
         return Health(_read(self._states, measured), measured.step)

@@ -67,7 +67,7 @@ class ParamHealth(NamedTuple):
             yield f"{self.name}: a weight is not finite, or too large to be squared"
             return
         if self.update_rms == 0:
-            yield f"{self.name}: nothing changed: its gradient is zero, or its learning rate"
+            yield f"{self.name}: nothing changed: its gradient or its learning rate is zero"
         elif self.update_ratio > _LARGE_RATIO and self.weight_rms > 0:
             yield (
                 f"{self.name}: the update is {self.update_ratio:.1%} of the weights (0.01 to 1 % is usual): a smaller "
@@ -75,11 +75,14 @@ class ParamHealth(NamedTuple):
             )
         if not self.keeps and self.update_rms > 0 and self.below_half_ulp > _LOST:
             yield (
-                f"{self.name}: {self.below_half_ulp:.0%} of the weights are too coarse for their updates, which are "
-                "lost: give it masters, or weight_rounding='dithered'"
+                f"{self.name}: {self.below_half_ulp:.0%} of the weights lose their updates, which are too small for "
+                "their dtype: give it masters, or weight_rounding='dithered'"
             )
         if self.fp16 and self.largest_weight > _LARGEST_FP16 / 4:
-            yield f"{self.name}: its largest weight is {self.largest_weight:.3g}; float16 ends at {_LARGEST_FP16:.0f}"
+            yield (
+                f"{self.name}: its largest weight is {self.largest_weight:.3g}; the largest float16 is "
+                f"{_LARGEST_FP16:.0f}"
+            )
 
 
 _COLUMNS = ("update/weight", "moved", "< ulp/2", "largest")
@@ -95,7 +98,7 @@ class Health:
     def warnings(self) -> list[str]:
         """A sentence for each measurement that deserves a warning; empty where all is well."""
         if not self.params:
-            return ["nothing was measured: the step was left out, since a gradient was not finite"]
+            return ["nothing was measured: the step was skipped, because a gradient was not finite"]
         return [text for p in self.params for text in p.warnings()]
 
     def as_dict(self, prefix: str = "health/") -> dict[str, float]:

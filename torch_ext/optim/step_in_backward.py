@@ -83,5 +83,5 @@ class StepInBackward:
         if not fits:
             raise RuntimeError(
                 "step_in_backward=True: parameters, their gradients or opt.state were replaced between backward and "
-                "step(), when some of them had been stepped already"
+                "step(), after some of them had been stepped"
             )

@@ -196,8 +196,8 @@ class Stepper:
         if plan is None or not all(plan.active):
             return None
         plan.refuse_matrices(
-            "step_in_backward=True steps bucket by bucket, and Muon whole matrices, when all of a gradient is there: "
-            "leave out step_in_backward"
+            "step_in_backward=True steps bucket by bucket, but Muon needs the whole gradient of a matrix: leave out "
+            "step_in_backward"
         )
         _refuse_capture(states, states.all_params())
         external = masters.EXTERNAL_MODES[optimizer.on_external_write]
@@ -242,7 +242,9 @@ def _noting_failure(stepper: Stepper, progress: StepProgress) -> Iterator[None]:
 def _refuse_settings(optimizer: Settings) -> None:
     """Raises RuntimeError for settings that contradict the step_in_backward of a parallelized model."""
     if optimizer.skip_nonfinite:
-        raise RuntimeError("step_in_backward=True steps before skip_nonfinite=True can look: leave out one of them")
+        raise RuntimeError(
+            "step_in_backward=True steps before skip_nonfinite=True can check all gradients: leave out one of them"
+        )
     if optimizer.policy.clip_grad:
         raise RuntimeError(
             f"step_in_backward=True steps before the norm is known, and the optimizer's policy has "

@@ -31,8 +31,8 @@ def _clip_value(params: list[Tensor], clip_value: float, foreach: bool | None = 
 
 def _clip_with_norm(params: list[Tensor], *_args: Any, **_options: Any) -> None:
     raise RuntimeError(
-        "torch.nn.utils.clip_grads_with_norm_ on parameters whose gradients are sharded: no other function could have "
-        "found their norm. Call torch_ext.clip_grad_norm_(optimizer, max_norm)"
+        "torch.nn.utils.clip_grads_with_norm_ on parameters whose gradients are sharded: the norm over all ranks is "
+        "known to torch_ext only. Call torch_ext.clip_grad_norm_(optimizer, max_norm) instead"
     )
 
 

@@ -177,7 +177,9 @@ class CLayout:
         self.named = named = list(_named(params_or_numels, policy.param_dtype))
         self.dtypes = dtypes = [_dtypes_of(policy, name, tensor) for name, tensor in named]
         if order is not None and len(order) != len(named):
-            raise ValueError(f"order has {len(order)} entries for {len(named)} parameters; it is a permutation of them")
+            raise ValueError(
+                f"order has {len(order)} entries for {len(named)} parameters; a permutation of them is legal"
+            )
         self.args = LayoutArgs(
             size=ctypes.sizeof(LayoutArgs),
             n=len(named),

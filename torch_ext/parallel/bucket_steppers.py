@@ -32,6 +32,6 @@ class BucketSteppers:
         """Raises RuntimeError between a backward that stepped buckets and step()."""
         if any(stepper.stepped_in_backward() for stepper in self._steppers):
             raise RuntimeError(
-                f"{doing} between a backward that stepped (step_in_backward=True) and step(), which brings the other "
-                "ranks' weights: call step() first"
+                f"{doing} between a backward that stepped (step_in_backward=True) and step(), which all-gathers the "
+                "weights: call step() first"
             )

@@ -46,8 +46,8 @@ class CarriedStates:
         optimizer.refuse_moving("parallelize(optimizer=...)")
         if optimizer.stepped_in_backward():
             raise RuntimeError(
-                "parallelize(optimizer=...) between a backward that stepped (step_in_backward=True) and step(), which "
-                "brings the other ranks' weights: call step() first"
+                "parallelize(optimizer=...) between a backward that stepped (step_in_backward=True) and step(), "
+                "which all-gathers the weights: call step() first"
             )
         optimizer.refuse_unfinished("parallelize(optimizer=...)")
         self.optimizer = optimizer
@@ -83,16 +83,16 @@ class CarriedStates:
             own, wanted = self._kinds(entry, self.optimizer.policy), self._kinds(entry, policy)
             if wanted != own and (before is None or wanted != self._kinds(entry, before)):
                 raise ValueError(
-                    f"the policy has changed: by it the state of {entry.name} is {_described(wanted)}, and the "
-                    f"optimizer has {_described(own)}. States that are taken along stay what they are: pass "
-                    "optimizer.policy, or load the optimizer's state_dict() into a new one"
+                    f"the policy has changed: it stores the state of {entry.name} as {_described(wanted)}, and the "
+                    f"optimizer has {_described(own)}. parallelize does not convert the dtypes of states: pass "
+                    "optimizer.policy, or load the optimizer's state_dict() into a new optimizer"
                 )
             owner = reducer_registry.owner_of(entry.param)
             if entry.cut and owner is not None and owner.ranks != ranks:
                 raise ValueError(
-                    f"the state of {entry.name} is cut over ranks {sorted(owner.ranks)}, and the process group has "
-                    f"ranks {sorted(ranks)}; a state is taken along within one group of ranks. Save it through "
-                    "torch.distributed.checkpoint and load it there"
+                    f"the state of {entry.name} is sharded over ranks {sorted(owner.ranks)}, and the process group "
+                    f"has ranks {sorted(ranks)}; parallelize keeps states only within the same ranks. Save the state "
+                    "with torch.distributed.checkpoint and load it there"
                 )
 
     def install(self, group: dist.ProcessGroup) -> None:
@@ -176,9 +176,10 @@ def carried(
             found.append(one)
         elif before is None or {before[0], strategy} not in ({"no_shard"}, {"optim_grads_params"}):
             raise TypeError(
-                f"{type(optimizer).__name__} cannot be taken along from {before[0] if before else 'no strategy'!r} to "
-                f"{strategy!r}: its state is laid out anew there, which parallelize does for torch_ext.AdamW and "
-                "torch_ext.Adam; of others from no_shard to no_shard it stays as it is"
+                f"{type(optimizer).__name__} cannot be passed as optimizer= from "
+                f"{before[0] if before else 'no strategy'!r} to {strategy!r}: its state would have to be converted "
+                "to the new layout, which parallelize does for torch_ext.AdamW and torch_ext.Adam only; other "
+                "optimizers are legal if the strategy stays no_shard or optim_grads_params"
             )
     return optimizers, found
 

@@ -210,7 +210,7 @@ def _refuse_frozen(ddp: DistributedDataParallel, _inputs: Any) -> None:
         message = f"{what}: {names_of(frozen, range(len(frozen)))} frozen since it was made"
         announce_error(ddp.process_group, message)
         raise RuntimeError(
-            f"{message}: no gradient comes, for which DDP waits. Freeze parameters on every rank before "
+            f"{message}: DDP would wait for its gradient forever. Freeze parameters on every rank before "
             "DistributedDataParallel is made, or make it with find_unused_parameters=True"
         )
     withdraw_error(ddp.process_group)

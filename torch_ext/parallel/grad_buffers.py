@@ -170,8 +170,8 @@ class TemporaryBuckets:
             )
         if wire.data.numel() != numel or wire.data.dtype != dtype:
             raise RuntimeError(
-                f"bucket {bucket} has {wire.data.numel()} elements of {wire.data.dtype} in use; it cannot be had as "
-                f"{numel} of {dtype} before it is given back"
+                f"bucket {bucket} has {wire.data.numel()} elements of {wire.data.dtype} in use; it cannot be used as "
+                f"{numel} of {dtype} before that buffer is given back"
             )
         return wire
 

@@ -48,7 +48,7 @@ class Attached:
                 names = [n for n, p in module.named_parameters(remove_duplicate=False) if p is now] or [key]
                 how = "was thawed" if now is param else "is another tensor now (load_state_dict(assign=True)?)"
                 raise RuntimeError(
-                    f"parameter {names[0]!r} {how}, so nobody reduces its gradient: call parallelize again after "
+                    f"parameter {names[0]!r} {how}, so its gradient is not reduced: call parallelize again after "
                     "such a change, with optimizer= where an optimizer has state"
                 )
 

@@ -37,7 +37,7 @@ def group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         )
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, dist.ProcessGroup):
-        raise RuntimeError("this rank is not a member of the process group, so it has nothing to reduce over it")
+        raise RuntimeError("this rank is not a member of the process group, so it cannot reduce gradients over it")
     refuse_group(group, "parallelize")
     return group
 
@@ -49,9 +49,7 @@ def check_model(model: torch.nn.Module, strategy: str, carried: Sequence[torch.o
     named = trainable(model)
     offload_guard.refuse_gradients(list(model.parameters()), "parallelize")
     if not named:
-        raise ValueError(
-            f"{type(model).__name__} has no trainable parameter: parallelize reduces gradients, and none would come"
-        )
+        raise ValueError(f"{type(model).__name__} has no trainable parameter, so parallelize has no gradient to reduce")
     check_devices([*model.named_parameters(), *model.named_buffers()])
     for name, param in named:
         _check_parameter(name, param, model, strategy)
@@ -67,7 +65,9 @@ def _check_parameter(name: str, param: torch.nn.Parameter, model: torch.nn.Modul
             f"parameter {name!r} is part of another parallelized model, which reduces its gradient already"
         )
     if type(param) is not torch.nn.Parameter and not (strategy == FULLY_SHARDED and local_shard.is_dtensor(param)):
-        sharded = f"; strategy={FULLY_SHARDED!r} takes what fully_shard made" if local_shard.is_dtensor(param) else ""
+        sharded = (
+            f"; strategy={FULLY_SHARDED!r} takes the DTensors of fully_shard" if local_shard.is_dtensor(param) else ""
+        )
         raise TypeError(f"parameter {name!r} is a {type(param).__name__}; {strategy} takes plain parameters{sharded}")
     if param.grad is not None and owner is None:
         raise RuntimeError(f"parameter {name!r} has a gradient: call zero_grad() before parallelize")
@@ -102,8 +102,8 @@ def check_step_in_backward(policy: Policy, strategy: str, find_unused_parameters
     for what, value in wanted.items():
         if value:
             raise ValueError(
-                f"step_in_backward=True and {what}={value}: it is known at the end of backward only, when buckets have "
-                "been stepped already; leave out one of the two"
+                f"step_in_backward=True and {what}={value}: that needs all gradients, and by the end of backward "
+                "some buckets have been stepped already; leave out one of the two"
             )
 
 
@@ -128,9 +128,10 @@ def _check_optimizers(named: Named, carried: Sequence[torch.optim.Optimizer]) ->
     if found := _optimizer_with_state(names, carried):
         kind, param = found
         raise RuntimeError(
-            f"an optimizer ({kind}) has state for parameter {names[param]!r}: it would not follow rank 0's weights and "
-            "where they lie from now on. Take it along (parallelize(..., optimizer=optimizer)), delete it, or call "
-            "parallelize before the first step; a saved state is loaded afterwards."
+            f"an optimizer ({kind}) has state for parameter {names[param]!r}: that state would not match the "
+            "weights, which parallelize copies from rank 0 and moves in memory. Pass the optimizer "
+            "(parallelize(..., optimizer=optimizer)), delete it, or call parallelize before the first step; load a "
+            "saved state afterwards."
         )
 
 

@@ -44,9 +44,9 @@ class ParamBuffers:
         """Raises RuntimeError if parameter i no longer is in its buffer."""
         if not self._holds(i):
             raise RuntimeError(
-                f"parameter {self.plan.parameters[i].name!r} left the flat buffer that parallelize laid it into "
-                "(model.to(...), `p.data = ...`): what is written there nobody steps and gathers. Write into it "
-                "(`p.copy_(...)` under no_grad), or convert the model before parallelize"
+                f"parameter {self.plan.parameters[i].name!r} left the flat buffer into which parallelize moved it "
+                "(model.to(...), `p.data = ...`): the optimizer steps and all-gathers the buffer, not the new "
+                "memory. Write into it (`p.copy_(...)` under no_grad), or convert the model before parallelize"
             )
 
     def local(self, i: int, owned: tuple[int, ParamSlice] | None, group: dist.ProcessGroup) -> LocalShard:
@@ -82,8 +82,8 @@ class ParamBuffers:
         """Raises RuntimeError if a tensor from `give_own_storages` still exists: its memory must not be offloaded."""
         if not all(one.expired() for one in self._lent):
             raise RuntimeError(
-                f"{doing} while a state_dict() of the model, or a tensor of it, is held somewhere: it is the weights' "
-                "own memory. Let go of it (del), or keep copies (clone)"
+                f"{doing} while a state_dict() of the model, or a tensor of it, is still referenced: its memory is "
+                "that of the weights. Delete it (del), or keep copies (clone)"
             )
 
     def release(self) -> None:

@@ -54,8 +54,8 @@ class BucketReducer(BucketGradients):
         """Restores the parameters to plain ones without gradients, in memory of their own."""
         if self.cycle.partly_stepped:
             warning.warn(
-                f"parallelize again, after {self.cycle.failure}, unless one was loaded since: rank 0's "
-                "weights become those of every rank"
+                f"parallelize again after {self.cycle.failure}. Unless a checkpoint was loaded since, rank 0's "
+                "partly stepped weights are now copied to every rank"
             )
         self.detach()
         self._noted.remove()

@@ -104,8 +104,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
     owners = list(reducer_registry.owners_of(_params_of(optimizer)))
     if any(owner.sharded for owner in owners) and not isinstance(optimizer, Adam):
         raise RuntimeError(
-            f"{type(optimizer).__name__} would step all of every parameter by gradients of which this rank has its "
-            "part only: under a sharded strategy use torch_ext.AdamW (or torch_ext.Adam), or strategy 'no_shard'"
+            f"{type(optimizer).__name__} would step whole parameters, but this rank has only its shard of each "
+            "gradient: under a sharded strategy use torch_ext.AdamW (or torch_ext.Adam), or strategy 'no_shard'"
         )
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:

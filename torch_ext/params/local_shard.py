@@ -50,7 +50,9 @@ def of_dtensor(p: Any) -> LocalShard:
 def _sharding_groups(p: Any) -> "tuple[dist.ProcessGroup, ...]":
     placements = p.placements
     if any(placement.is_partial() for placement in placements):
-        raise TypeError(f"a DTensor with placements {tuple(placements)} is a sum that was not made: redistribute it")
+        raise TypeError(
+            f"a DTensor with placements {tuple(placements)} is a pending sum (Partial): redistribute it first"
+        )
     return tuple(
         p.device_mesh.get_group(dim) for dim, placement in enumerate(placements) if not placement.is_replicate()
     )

@@ -96,8 +96,7 @@ def _per_param(groups: list[Group], key: str, absent: Any) -> list[Any]:
         values = group.get(key) or [absent] * n
         if len(values) != n:
             raise ValueError(
-                f"group {g} has {n} parameters, and its {key!r} is of {len(values)}: where the list of parameters "
-                "is changed, the list beside it changes, too"
+                f"group {g} has {n} parameters, and its {key!r} has {len(values)} entries: change both lists together"
             )
         found += values
     return found
@@ -117,8 +116,9 @@ def fill(group: Group, defaults: dict[str, Any], decoupled: bool | None) -> None
     group.setdefault("param_id", "name" if "param_names" in group else "position")
     if group["param_id"] == "name" and "param_names" not in group:
         warning.warn(
-            "the loaded state was rounded by parameter names, which this optimizer does not know: it "
-            "rounds by position from now on. Make it from model.named_parameters() to go on as before"
+            "the loaded state was rounded with thresholds that depend on parameter names, which this optimizer does "
+            "not know: from now on they depend on positions. Make the optimizer from model.named_parameters() to "
+            "keep the thresholds"
         )
         group["param_id"] = "position"
     if decoupled is not None:

@@ -47,9 +47,9 @@ class ShardMap:
         if len(self._ranks) > 1:
             sets = " and ".join(str(sorted(ranks)) for ranks in sorted(self._ranks, key=sorted))
             raise RuntimeError(
-                f"this optimizer has parameters whose gradients are reduced over ranks {sets}: their norm, and whether "
-                "it is finite, would be another one on other ranks. Make an optimizer for the parameters of each "
-                "process group and clip them one by one"
+                f"this optimizer has parameters whose gradients are reduced over ranks {sets}: the norm of all of "
+                "them, and whether it is finite, would differ between ranks. Make one optimizer for the parameters "
+                "of each process group and clip each"
             )
 
     def _local_tensors(self) -> list[Tensor]:

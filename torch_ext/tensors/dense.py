@@ -138,8 +138,8 @@ def refuse_param(p: Tensor, name: str) -> None:
         )
     if p.is_inference():
         raise ValueError(
-            f"{name} was made under torch.inference_mode(), so nobody can tell when it changes; make the model outside "
-            f"of it"
+            f"{name} was made under torch.inference_mode(), so it has no version counter that shows its changes; "
+            "make the model outside of that mode"
         )
     if any(stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True)):
         raise ValueError(

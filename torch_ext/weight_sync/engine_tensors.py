@@ -67,8 +67,8 @@ class EngineTensors:
         for name, t in self.named.items():
             if covered[name] < t.numel():
                 raise ValueError(
-                    f"{t.numel() - covered[name]} of {t.numel()} elements of {name!r} are of no parameter: give them a "
-                    "place in mapping, or leave the tensor out of tensors"
+                    f"{t.numel() - covered[name]} of {t.numel()} elements of {name!r} belong to no parameter: map a "
+                    "parameter to them in mapping, or leave the tensor out of tensors"
                 )
 
     def written(self) -> None:

@@ -113,7 +113,6 @@ def _flat(one: _Local) -> Tensor:
     weight = one.shard.weight.detach()
     if not weight.is_contiguous():
         raise ValueError(
-            f"{one.name!r} lies in memory with strides {weight.stride()} (channels_last?); contiguous parameters can "
-            "be published"
+            f"{one.name!r} has strides {weight.stride()} (channels_last?); contiguous parameters can be published"
         )
     return weight.view(-1)

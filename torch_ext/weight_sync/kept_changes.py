@@ -78,10 +78,10 @@ class KeptChanges:
         """Raises RuntimeError if the optimizer has a newer publisher, or the model is sharded differently now. doing:
         begins the message."""
         if self._optimizer._states.changes is not self._changes:
-            raise RuntimeError(f"{doing}: another WeightPublisher was made of this optimizer; use that one")
+            raise RuntimeError(f"{doing}: a newer WeightPublisher was made for this optimizer; use that one")
         if self._runs.layout_changed():
             raise RuntimeError(
-                f"{doing}: the model is cut otherwise than when the WeightPublisher was made (parallelize, "
+                f"{doing}: the model is sharded differently than when the WeightPublisher was made (parallelize, "
                 "fully_shard?); make a new one"
             )
 

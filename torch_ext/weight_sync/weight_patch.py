@@ -64,7 +64,7 @@ def refuse_unlike(patches: Iterable[WeightPatch], weights: Mapping[str, Tensor],
     for patch in patches:
         name = patch.name
         if name not in weights:
-            raise ValueError(f"{what} has no {name!r}; it takes the whole weights of every parameter in patches")
+            raise ValueError(f"{what} has no {name!r}; the whole weight of every parameter in patches is needed")
         own = weights[name]
         if own.dtype != patch.values.dtype:
             raise TypeError(f"{what}[{name!r}] is {own.dtype} and its patch {patch.values.dtype}; they must be equal")

@@ -87,8 +87,8 @@ def placed(name: str, place: Place, tensors: Mapping[str, Tensor]) -> Placed:
     if isinstance(place, Tensor):
         if not place.is_meta:
             raise ValueError(
-                f"mapping[{name!r}] is a tensor: pass the name of one of tensors, or, of a parameter that the engine "
-                "holds nothing of, torch.empty(shape, dtype=..., device='meta')"
+                f"mapping[{name!r}] is a tensor: pass the name of one of tensors, or, for a parameter of which the "
+                "engine has no part, torch.empty(shape, dtype=..., device='meta')"
             )
         return Placed(name, tuple(place.shape), place.dtype, _pieces(tuple(place.shape), []), [])
     slices = _slices(name, place)
@@ -125,7 +125,9 @@ def _view(name: str, one: WeightSlice, tensors: Mapping[str, Tensor]) -> Tensor:
     except (IndexError, TypeError, ValueError) as error:
         raise ValueError(f"mapping[{name!r}]: {one.tensor!r} has no part {one.at!r}: {error}") from None
     if one.transposed and view.dim() < 2:
-        raise ValueError(f"mapping[{name!r}]: {one.tensor!r} there has {view.dim()} dimensions; transposed takes 2")
+        raise ValueError(
+            f"mapping[{name!r}]: that part of {one.tensor!r} has {view.dim()} dimensions; transposed needs 2"
+        )
     return view.transpose(-1, -2) if one.transposed else view
 
 
@@ -138,7 +140,10 @@ def _shape_of(name: str, slices: Sequence[WeightSlice], views: Sequence[Tensor])
         return told.pop()
     if len(slices) == 1 and slices[0].of == ():
         return tuple(views[0].shape)
-    raise ValueError(f"mapping[{name!r}] says which part of the parameter is where (of), and not its whole shape=")
+    raise ValueError(
+        f"mapping[{name!r}] has several slices, or a part of the parameter (of=): pass shape= too, the shape of the "
+        "whole parameter"
+    )
 
 
 def _box(name: str, one: WeightSlice, view: Tensor, shape: tuple[int, ...]) -> Box:
@@ -146,7 +151,7 @@ def _box(name: str, one: WeightSlice, view: Tensor, shape: tuple[int, ...]) -> B
     ranges = one.of if isinstance(one.of, tuple) else (one.of,)
     if len(ranges) > len(shape) or not all(isinstance(r, slice) and r.step in (None, 1) for r in ranges):
         raise ValueError(
-            f"mapping[{name!r}]: of={one.of!r}; slices of step 1 are legal, for each dimension of {shape} one at most"
+            f"mapping[{name!r}]: of={one.of!r}; slices of step 1 are legal, at most one for each dimension of {shape}"
         )
     box = tuple(r.indices(size)[:2] for r, size in zip(ranges, shape, strict=False)) + tuple(
         (0, size) for size in shape[len(ranges) :]
@@ -165,7 +170,7 @@ def _refuse_overlap(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> 
         for other in boxes[:i]:
             if all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(box, other, strict=True)):
                 raise ValueError(
-                    f"mapping[{name!r}]: slices {box} and {other} of {shape} overlap; each element is once"
+                    f"mapping[{name!r}]: slices {box} and {other} of {shape} overlap; each element may be in one slice"
                 )
 
 

@@ -147,7 +147,7 @@ class CutRun:
 
 def _failure_text(group: torch.distributed.ProcessGroup, rank: int) -> str:
     ranks = torch.distributed.get_process_group_ranks(group)
-    return f"rank {ranks[rank]} could not make the products of its Newton-Schulz iteration, and says why"
+    return f"rank {ranks[rank]} failed in the products of its Newton-Schulz iteration; the error on that rank says why"
 
 
 _DO: dict[int, Callable[[CutRun, Action], None]] = {

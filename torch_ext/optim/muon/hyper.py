@@ -98,8 +98,8 @@ def refuse_another_algorithm(group: Group, where: str) -> None:
     of_adamw = [p for p, form in forms if form is None and p.numel()]
     if algorithm == "adamw" and any(form is not None for _, form in forms) or algorithm == "muon" and of_adamw:
         raise ValueError(
-            f"{where}algorithm is {algorithm!r} now; it is read when a group is added, and its parameters keep what "
-            "they were added with: make a new optimizer, or put it back"
+            f"{where}algorithm was changed to {algorithm!r}, but parameters keep the algorithm that their group had "
+            "when it was added: make a new optimizer, or restore the old value"
         )
 
 
@@ -125,8 +125,8 @@ def adamw_defaults(given: Mapping[str, Any] | None, lr: Any, policy: Policy) -> 
     if "lr" in given:
         if not (is_number(given["lr"]) and is_number(lr) and float(lr) > 0 and float(given["lr"]) >= 0):
             raise ValueError(
-                f"adamw has lr {given['lr']!r} beside lr {lr!r}: under schedulers it keeps its ratio to the group's "
-                "lr; a number >= 0 beside an lr > 0 is legal. For an lr of its own make a group with algorithm='adamw'"
+                f"adamw has lr {given['lr']!r}, and Muon has lr {lr!r}: schedulers keep the ratio of the two, so a "
+                "number >= 0 with an lr > 0 is legal. For an independent lr make a group with algorithm='adamw'"
             )
         ratio = float(given["lr"]) / float(lr)
     return {

@@ -85,8 +85,9 @@ class MatrixStep:
             first = agreed_smallest(first, group, "whether gradients are finite", self._members[0].device)
         if first != grads_stats.NO_POSITION:
             raise RuntimeError(
-                f"the gradient of {self._members[first].name} is not finite: one such element makes a whole matrix of "
-                "Muon's so. Nothing was stepped. skip_nonfinite=True leaves such steps out, and counts them"
+                f"the gradient of {self._members[first].name} is not finite: one such element makes all of a "
+                "matrix's update non-finite. Nothing was stepped. skip_nonfinite=True skips such steps and counts "
+                "them"
             )
 
     def _in_order(self, grads: Sequence[Tensor]) -> list[Tensor]:
@@ -131,8 +132,8 @@ class MatrixStep:
         alone = not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1
         if not self._groups and not alone:
             raise ValueError(
-                "ns_dtype=None measures the processor's rates, and ranks that are not known to this optimizer may "
-                "measure others: ns_dtype=torch.float32 or torch.bfloat16 is legal here"
+                "ns_dtype=None chooses the dtype by measured speed, and ranks that this optimizer does not know of "
+                "may choose another: ns_dtype=torch.float32 or torch.bfloat16 is legal here"
             )
         device = self._members[0].device
         if device.type != "cpu":

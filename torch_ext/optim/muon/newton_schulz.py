@@ -22,7 +22,7 @@ RESTART = {torch.float32: 0, torch.bfloat16: 3}
 
 NON_FINITE = "the products of its Newton-Schulz iteration are not finite"
 
-_REFUSED = "torch could not multiply its matrices, for lack of memory as a rule"
+_REFUSED = "torch could not multiply its matrices, usually because memory ran out"
 
 
 class NonFiniteProducts(NotStepped):

@@ -74,9 +74,9 @@ class Owners:
         for rank, row in zip(ranks, rows, strict=True):
             if not torch.equal(row, rows[0]):
                 raise RuntimeError(
-                    f"{_CALL}: the plans differ: rank {ranks[0]} has {int(rows[0][1])} matrices, and rank {rank} "
-                    f"{int(row[1])}, or others. Shapes, split, adamw_params, ns, ns_dtype, ns_steps and which "
-                    "parameters have a gradient must be the same on all ranks"
+                    f"{_CALL}: the ranks' plans differ: rank {ranks[0]} has {int(rows[0][1])} matrices and rank "
+                    f"{rank} has {int(row[1])}, or their matrices differ. Shapes, split, adamw_params, ns, ns_dtype, "
+                    "ns_steps and which parameters have a gradient must be the same on all ranks"
                 )
 
 

@@ -55,7 +55,7 @@ def planned_matrices(
     for i, tensor, form in zip(chosen, params, forms, strict=True):
         found += [(i, m) for m in matrices(tensor.shape, form)] if form is not None else []
     if not found:
-        raise ValueError("no parameter is a matrix of Muon's: shapes are needed, of two dimensions or more")
+        raise ValueError("no parameter is a matrix that Muon steps: give shapes of two dimensions or more")
     sizes = [newton_schulz.operations(m.rows, m.columns, options.ns_steps, options.ns, products) for _, m in found]
     owners, _ = planned(sizes, world_size)
     wires = {i: policy.row(named[i][1].dtype).grad_comm_dtype for i, _ in found}

@@ -41,9 +41,9 @@ def _of_dtensor(m: ParamState) -> Sharing | None:
     runs = local_shard.runs_of_dtensor(m.param)
     if len(groups) > 1 or runs is None or not _is_local_run(runs[groups[0].rank()], m):
         raise RuntimeError(
-            f"{m.name} is cut over ranks with placements {tuple(m.param.placements)}, and Muon puts matrices together "  # type: ignore[attr-defined]
-            "that are cut by their rows over one dimension of the mesh: Shard(0), as fully_shard does, is legal; or "
-            "give it to a group with algorithm='adamw'"
+            f"{m.name} is sharded with placements {tuple(m.param.placements)}, and Muon gathers only matrices that "  # type: ignore[attr-defined]
+            "are sharded by rows over one dimension of the mesh: Shard(0), as fully_shard does, is legal; or put it "
+            "into a group with algorithm='adamw'"
         )
     return Sharing(groups[0], tuple(runs))
 
@@ -59,8 +59,8 @@ def refuse(m: ParamState, form: MatrixForm) -> None:
     whole = m.weight if is_dtensor(m.param) else m.param
     if not (whole.is_contiguous() or (_is_matrix(whole, form) and dense.is_dense(whole[:1]))):
         raise RuntimeError(
-            f"{m.name} has strides {tuple(whole.stride())}, and Muon takes rows that follow each other in memory: "
-            "make the parameter from a contiguous tensor"
+            f"{m.name} has strides {tuple(whole.stride())}, and Muon needs rows that are contiguous in memory: make "
+            "the parameter from a contiguous tensor"
         )
 
 

@@ -31,7 +31,7 @@ class Averaging(NamedTuple):
         if dtype not in DTYPES:
             raise ValueError(
                 f"ema_dtype is {dtype!r}; torch.bfloat16, '24bit' (bfloat16 and 8 more bits) and torch.float32 are "
-                "legal: an average at a decay of 0.999 moves by less than 8-bit numbers are apart"
+                "legal: an average at a decay of 0.999 moves by less than the distance between 8-bit numbers"
             )
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"ema_every is {every!r}; a whole number from 1 on is legal")

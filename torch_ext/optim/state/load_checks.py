@@ -21,7 +21,7 @@ def param_keys(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> list
     for key in ("state", "param_groups"):
         if key not in state_dict:
             found = first_names(list(map(repr, state_dict))) or "nothing"
-            raise ValueError(f"this is no optimizer's state_dict: it has no {key!r}, but {found}")
+            raise ValueError(f"this is not the state_dict of an optimizer: it has no {key!r}, but {found}")
     saved, own = state_dict["param_groups"], optimizer.param_groups
     _refuse_other_names(saved, own)
     lengths, saved_lengths = ([len(g["params"]) for g in groups] for groups in (own, saved))
@@ -152,9 +152,9 @@ def _refuse_other_part(p: StatefulParam, entry: Mapping[str, Any], where: str) -
             run = value.handle.run
             if not p.cut or (run.start, run.numel) != (start, numel):
                 raise ValueError(
-                    f"{where}: {key} is elements [{run.start}, {run.stop}) of a tensor that was cut over other ranks, "
-                    f"and this rank wants [{start}, {start + numel}): load whole tensors (consolidate_state_dict), or "
-                    "through torch.distributed.checkpoint"
+                    f"{where}: {key} is elements [{run.start}, {run.stop}) of a tensor that was sharded over other "
+                    f"ranks, and this rank needs [{start}, {start + numel}): load whole tensors "
+                    "(consolidate_state_dict), or through torch.distributed.checkpoint"
                 )
 
 

@@ -76,8 +76,8 @@ def _refuse_mismatch(m: "ParamState", master: Tensor) -> None:
     ops.call("master_resync_", [_weight_of(m)], [master], stale, False, True)
     if count := int(stale):
         raise ValueError(
-            f"{_CALL}: {count} elements of {m.name} do not round to the weights that are there; load the same "
-            "state_dict into the model first"
+            f"{_CALL}: {count} elements of {m.name} do not round to the model's weights; load the same state_dict "
+            "into the model first"
         )
 
 
@@ -140,8 +140,8 @@ def _refuse_conversions(converted: Iterable[tuple[str, Tensor, Tensor]]) -> None
     ]
     if found:
         raise ValueError(
-            f"within master_weights() parameters were converted: {first_names(found)}. These have the weights and "
-            "masters that they had before it; what was done to others is kept"
+            f"within master_weights() parameters were converted: {first_names(found)}. Their weights and masters are "
+            "again what they were before it; changes to other parameters are kept"
         )
 
 

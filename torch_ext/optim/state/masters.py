@@ -106,5 +106,5 @@ def refuse_modified(members: Sequence[ParamState]) -> None:
     if found:
         raise RuntimeError(
             f"on_external_write='error': {first_names(found)} no longer what the master rounds to: modified outside "
-            "the optimizer since the last step. Call resync_masters() to take the weights over"
+            "the optimizer since the last step. Call resync_masters() to make new masters from the weights"
         )

@@ -17,8 +17,8 @@ from torch_ext.optim.state.state_dtypes import first_moment
 from torch_ext.params import local_shard
 
 MEANING = (
-    "A model that was converted after its optimizer took steps needs a new optimizer, or the load_state_dict() of a "
-    "state that fits it; converted back, it goes on"
+    "A model that was converted after its optimizer took steps needs a new optimizer, load_state_dict() with a "
+    "state that fits it, or to be converted back"
 )
 
 

@@ -61,8 +61,8 @@ class StateDtypes(NamedTuple):
         row = policy.row(dtype)
         if row.main_params_dtype not in (None, torch.float32):
             raise ValueError(
-                f"main_params_dtype is {row.main_params_dtype}: a master must hold more than the weight; torch.float32 "
-                "(or None, for no master) is legal"
+                f"main_params_dtype is {row.main_params_dtype}: a master must have more bits than the weight; "
+                "torch.float32 (or None, for no master) is legal"
             )
         master = None
         if dtype != torch.float32 and row.main_params_dtype is not None:
@@ -98,8 +98,8 @@ class StateDtypes(NamedTuple):
         neither a master nor fp32 weights to average."""
         if ema is not None and self.master is None and dtype != torch.float32:
             raise ValueError(
-                f"ema_decay: {name} is in {dtype} without a master, and an average needs more than 16 bits of what it "
-                "averages: leave main_params_dtype alone (a master), train in float32, or leave ema_decay out"
+                f"ema_decay: {name} is in {dtype} without a master, and an average needs more than 16 bits of each "
+                "weight: leave main_params_dtype at its default (a master), train in float32, or leave ema_decay out"
             )
         return self._replace(ema=ema)
 

@@ -222,8 +222,8 @@ class FSDPReducer(ReducerBase):
             self.exchange.run()
             if self.weights is not None and not self.weights.recover():
                 self.cycle.fail(
-                    "a backward raised, after which FSDP2 of this torch cannot go on (torch >= 2.13 can): make the "
-                    "model anew"
+                    "a backward raised, and FSDP2 of this torch cannot recover from that (torch >= 2.13 can): "
+                    "create the model again"
                 )
                 raise RuntimeError(self.cycle.failure)
             self.exchange.shards.attach_grads()  # torch >= 2.15 dropped them

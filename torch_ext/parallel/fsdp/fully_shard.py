@@ -161,14 +161,14 @@ def _check_sharded(model: nn.Module, group: dist.ProcessGroup) -> None:
         if not isinstance(param, DTensor):
             if param.requires_grad:
                 raise ValueError(
-                    f"parameter {name!r} is not sharded, so nobody would reduce its gradient: call fully_shard on the "
-                    "model itself too, without ignored_params, or leave all of fully_shard to parallelize"
+                    f"parameter {name!r} is not sharded, so its gradient would not be reduced: call fully_shard on "
+                    "the model itself too, without ignored_params, or leave all of fully_shard to parallelize"
                 )
             continue
         if getattr(param, "_post_accumulate_grad_hooks", None) and reducer_registry.owner_of(param) is None:
             raise ValueError(
                 f"parameter {name!r} has hooks of register_post_accumulate_grad_hook, which FSDP2 would call before "
-                "the sum has come: remove them, or work on the gradients after backward"
+                "the gradient is reduced: remove them, or use the gradients after backward"
             )
         members = set(param.device_mesh.mesh.flatten().tolist())
         if not members <= ranks:

@@ -134,8 +134,8 @@ class GradShards:
             end += _padded_numel(self.params[one.param])
         if end != reduction.output.numel():
             raise RuntimeError(
-                f"FSDP2 reduced a parameter of {reduction.unit} that parallelize did not see: it was "
-                "frozen then, or it is another tensor now (load_state_dict(assign=True), Module.to): call parallelize "
+                f"FSDP2 reduced a parameter of {reduction.unit} that parallelize did not plan for: it was frozen "
+                "then, or it is another tensor now (load_state_dict(assign=True), Module.to): call parallelize "
                 "again after such a change"
             )
 
