@@ -42,8 +42,8 @@ class WorkerThread:
     """
 
     def __init__(self, name: str, give_up: Callable[[], None]) -> None:
-        """give_up: makes waits in tasks end with errors; called at exit. Must not reference this object, nor a C++ object
-        such as a process group: the thread frees `give_up` as it ends, perhaps while the interpreter is finalized."""
+        """give_up: makes waits in tasks end with errors; called at exit. Must not reference this object, nor a process
+        group: the thread frees `give_up` as it ends, and to free a group while the interpreter is finalized aborts."""
         self._name, self._give_up = name, give_up
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
