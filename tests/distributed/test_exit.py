@@ -54,6 +54,35 @@ threading.Thread.run = late
     + "del model, chosen\nimport gc; gc.collect()\ndist.destroy_process_group()\n"
 )
 
+# The model's threads have left threading.enumerate(), so the exit does not wait for them, and drop what they still
+# reference while the interpreter begins to be torn down.
+THREADS_ARE_ENDING = (
+    """
+import atexit, queue, threading
+ending, torn_down, dropping = [], threading.Event(), queue.SimpleQueue()
+delete = threading.Thread._delete
+def late(thread):
+    delete(thread)
+    if "torch_ext" in thread.name:
+        ending.append(thread.name)
+        torn_down.wait()
+        dropping.put(None)
+threading.Thread._delete = late
+def last():
+    torn_down.set()
+    for _ in ending:
+        dropping.get(timeout=10.0)
+atexit.register(last)
+"""
+    + PROGRAM.partition("for i, p in")[0]
+    + """
+del model, chosen
+import gc; gc.collect()
+dist.destroy_process_group()
+while any("torch_ext" in thread.name for thread in threading.enumerate()) or not ending: time.sleep(0.01)
+"""
+)
+
 
 @contextlib.contextmanager
 def _started(program: str) -> Iterator[list["subprocess.Popen[str]"]]:
@@ -106,3 +135,10 @@ def test_threads_of_a_model_that_is_gone_are_waited_for() -> None:
         messages = [process.communicate(timeout=60.0)[1] for process in started]
         assert [process.returncode for process in started] == [0, 0], messages
     assert messages == ["\n", "\n"]
+
+
+def test_threads_that_are_ending_do_not_free_the_process_group() -> None:
+    """C++ releases the GIL for that and takes it again, by which a thread is unwound by force during the teardown."""
+    with _started(THREADS_ARE_ENDING) as started:
+        messages = [process.communicate(timeout=60.0)[1] for process in started]
+        assert [process.returncode for process in started] == [0, 0], messages

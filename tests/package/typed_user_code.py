@@ -33,7 +33,9 @@ def constructors(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 def loop(model: nn.Module, batches: list[Tensor]) -> float:
     policy = load_policy(model, override_optimizer_config={"clip_grad": 1.0}, override_ddp_config=hook)
-    torch_ext.parallelize(model, policy, strategy="optim")
+    parallel = torch_ext.parallelize(model, policy, strategy="optim")
+    with parallel.no_sync(), parallel.sync():
+        assert_type(parallel.wire_bytes(), int)
     optimizer = AdamW(model.named_parameters(), lr=3e-4, policy=policy, states="bf16")
     scheduler = LambdaLR(optimizer, lambda step: 1.0)
     total = 0.0

@@ -35,6 +35,36 @@ def test_numbered_example(name: str) -> None:
     run(sys.executable, f"examples/{name}", OMP_NUM_THREADS="1")
 
 
+def torchrun(strategy: str, steps: int, *more: str) -> tuple[int, float, float, str]:
+    """Runs examples/07_torchrun.py on two processes. Returns the step that it started from, the loss before and after,
+    and the checksum of the weights."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments = ["--strategy", strategy, "--steps", str(steps), *more]
+    one_machine = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    text = run(sys.executable, *launcher, "examples/07_torchrun.py", *arguments, **one_machine)
+    found = re.fullmatch(
+        rf"{strategy}, steps (\d+) to {steps}: held-out loss (\S+) -> (\S+)\n"
+        r"bytes: [1-9]\d+ of optimizer state, [1-9]\d+ sent by the last backward and step\n"
+        r"checksum of the weights: (\w{8})\n",
+        text,
+    )
+    assert found, text
+    return int(found[1]), float(found[2]), float(found[3]), found[4]
+
+
+def test_torchrun() -> None:
+    _, before, after, _ = torchrun("optim", 14, "--states", "8bit")
+    assert after < before - 0.5
+
+
+def test_torchrun_resumes_with_the_bits_of_an_uninterrupted_run(tmp_path: pathlib.Path) -> None:
+    start, before, after, whole = torchrun("optim_grads_params", 14)
+    assert start == 0 and after < before - 0.5
+    torchrun("optim_grads_params", 6, "--checkpoint", str(tmp_path))
+    start, _, _, resumed = torchrun("optim_grads_params", 14, "--checkpoint", str(tmp_path))
+    assert start == 6 and resumed == whole
+
+
 # example of examples/frameworks -> the packages that it imports
 FRAMEWORKS = {
     "accelerate_loop.py": ["accelerate"],

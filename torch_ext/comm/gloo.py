@@ -29,6 +29,7 @@ Compressed messages (`comm/compression.py`) need memory of their own until they 
 import concurrent.futures
 import ctypes
 import functools
+import weakref
 from collections import deque
 from collections.abc import Callable
 
@@ -157,7 +158,7 @@ class GlooCommunicator(PeerMessages):
         super().__init__(group, device)
         self.can_compress = device.type == "cpu"
         self.memory = MemoryPool()
-        give_up = functools.partial(lost_ranks.leave, group)
+        give_up = functools.partial(lost_ranks.leave, weakref.ref(group))  # weak: see WorkerThread
         self._posting = WorkerThread("torch_ext post", give_up)
         self._reducing = WorkerThread("torch_ext reduce", give_up)
         self._completing = WorkerThread("torch_ext gather", give_up)

@@ -165,8 +165,12 @@ def _reason(error: BaseException) -> str:
     return re.sub(r"^\[[^\]]*\] ", "", first).split(". This is typically")[0] or type(error).__name__
 
 
-def leave(group: Any) -> None:
-    """Ends all waits for other ranks with an error, without an inquiry, because this process exits."""
+def leave(known: "weakref.ref[Any]") -> None:
+    """Ends all waits for other ranks with an error, without an inquiry, because this process exits.
+
+    known: the group; a group that was freed has no waits."""
+    if (group := known()) is None:
+        return
     _verdicts.setdefault(group, _Verdict("this process ends", (), {}))
     rank, size, _ = _ranks_of(group)
     _close(group, rank, set(range(size)) - {rank})

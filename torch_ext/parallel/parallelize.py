@@ -22,7 +22,7 @@ this call, rank 0's optimizer state is copied to every rank, as its weights are 
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -55,7 +55,7 @@ def parallelize(
     gradient_divide_factor: float | None = None,
     transport: str = "torch",
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
-) -> torch.nn.Module:
+) -> parallel_module.ParallelModule:
     """Makes the model data parallel, in place, and returns the same object. Every rank of the group must call it.
 
     Gradients are reduced in buckets during backward: sent in grad_comm_dtype, summed in fp32 in rank order, divided by
@@ -98,7 +98,7 @@ def parallelize(
     for states in call.carried:
         states.install(group)
     torch_patches.install(sharded=call.strategy != "no_shard")
-    return model
+    return cast(parallel_module.ParallelModule, model)  # `attach` changed its class
 
 
 class _Call:
