@@ -68,8 +68,8 @@ class Mutant(NamedTuple):
 MUTANTS = {
     ("kill_file", "kill_background"): Mutant(
         "checkpoint/files.py",
-        "file = _begin(folder, _stem(folder, name), former)",
-        "file = _begin(folder, _stem(folder, name), former) if former is None else NewFile(path, None)",
+        "file = _begin(folder, _unfinished_prefix(folder, name), former)",
+        "file = _begin(folder, _unfinished_prefix(folder, name), former) if former is None else NewFile(path, None)",
     ),
     ("kill_folder", "kill_async"): Mutant(
         "checkpoint/folder.py", "not in alive and not current(name)]", "not in alive]"
