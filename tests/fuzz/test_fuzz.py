@@ -12,7 +12,7 @@ import pytest
 from clang_sources import ROOT
 from fuzzing import Found
 
-SECONDS = 16.0
+SECONDS = 10.0
 """For all targets together."""
 
 MUTANT_SECONDS = 20.0
