@@ -19,7 +19,18 @@ import pytest
 import torch
 
 from bench import __main__ as command
-from bench import busy_core, optimizer_configs, peers, plots, resident_memory, step_rows, timing, variant_rows, workload
+from bench import (
+    busy_core,
+    optimizer_configs,
+    peers,
+    plots,
+    resident_memory,
+    step_rows,
+    timing,
+    variant_rows,
+    variant_worker,
+    workload,
+)
 from bench.background_load import BackgroundLoad
 from bench.figures import Bar, Findings
 from bench.l1 import InCache
@@ -381,3 +392,14 @@ def test_variants_of_other_bits_are_an_error(tmp_path: pathlib.Path, monkeypatch
 def test_variants_without_the_plain_one_are_refused(tmp_path: pathlib.Path) -> None:
     with pytest.raises(ValueError, match=f"no plain.so in {tmp_path}"):
         variant_rows.libraries(tmp_path, "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+def test_the_checksum_of_a_variant_sees_differences_that_cancel_in_a_sum(dtype: torch.dtype) -> None:
+    tensor = torch.arange(64).to(dtype)
+    changed = tensor.clone()
+    words = changed.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[dtype.itemsize])
+    words[3] += 1
+    words[7] -= 1
+    assert variant_worker.bits([tensor]) == variant_worker.bits([tensor.clone()])
+    assert variant_worker.bits([tensor]) != variant_worker.bits([changed])

@@ -7,9 +7,10 @@ N copies of as many bytes, "bits" with a number that is the same for all builds 
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
+from torch import Tensor
 
 from bench import cuda_rows, optimizer_configs
 from bench.optimizer_configs import CONFIGURATIONS
@@ -17,11 +18,11 @@ from bench.optimizer_configs import CONFIGURATIONS
 _CHUNK = 1 << 22  # elements, so that the int64 copies of a large tensor fit beside it
 
 
-def bits(training: optimizer_configs.Training) -> int:
-    """Returns a number computed from all bits of the training's tensors, which includes everything that a step writes.
-    Each word is multiplied by an odd number that depends on its position, so that two differences do not cancel."""
+def bits(tensors: Iterable[Tensor]) -> int:
+    """Returns a number computed from all bits of the tensors. Each word is multiplied by an odd number that depends on
+    its position, so that two differences do not cancel."""
     total = 0
-    for tensor in training.tensors():
+    for tensor in tensors:
         words = tensor.detach().reshape(-1)
         integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[words.element_size()]
         for i, chunk in enumerate(words.view(integers).split(_CHUNK)):
@@ -62,7 +63,7 @@ def main(name: str, params: str, seed: str, device: str) -> None:
             copy = copy or cuda_rows.copy_of(configuration.traffic, int(params), device)
             answer = seconds(copy, int(number), device)
         else:
-            answer = bits(ours)
+            answer = bits(ours.tensors())
         print(repr(answer), flush=True)
 
 
