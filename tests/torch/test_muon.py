@@ -1,5 +1,5 @@
 """torch_ext.Muon against torch.optim.Muon's formula in float64 and against torch.optim.Muon itself: arithmetic, which
-matrices it steps, saving and loading, masters, training loops, wrong arguments."""
+matrices it steps, training loops."""
 
 import copy
 import math
@@ -8,15 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from muon_params import BF16, F32, STATES, Tied, bits, filled, matrices
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import torch_ext
 
-F32, BF16 = torch.float32, torch.bfloat16
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-STATES = ("fp32", "bf16", "bf16_remainder", "8bit")
 
 
 def orthogonalised(u: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
@@ -49,23 +46,6 @@ class Oracle:
                 ratio = 0.2 * math.sqrt(max(rows, columns))
             x = orthogonalised(u, o.get("ns_coefficients", COEFFICIENTS), o.get("ns_steps", 5), o.get("eps", 1e-7))
             p.mul_(1 - o["lr"] * o["weight_decay"]).sub_(o["lr"] * ratio * x)
-
-
-def filled(params: list[nn.Parameter], seed: int) -> list[Tensor]:
-    """Sets random gradients and returns them."""
-    generator = torch.Generator().manual_seed(seed)
-    for p in params:
-        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-    return [p.grad for p in params if p.grad is not None]
-
-
-def matrices(shapes: list[tuple[int, ...]], dtype: torch.dtype = F32, seed: int = 0) -> list[nn.Parameter]:
-    generator = torch.Generator().manual_seed(seed)
-    return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
-
-
-def bits(tensors: Any) -> list[bytes]:
-    return [bytes(t.detach().contiguous().view(-1).view(torch.uint8).tolist()) for t in tensors]
 
 
 # -- the formula ------------------------------------------------------------------------------------------------------
@@ -214,20 +194,6 @@ def test_channels_last_convolutions() -> None:
     torch.testing.assert_close(plain[0], last[0], rtol=1e-5, atol=1e-6)
 
 
-class Tied(nn.Module):
-    def __init__(self, tied: bool = True) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(20, 16)
-        self.body = nn.Linear(16, 16)
-        self.conv = nn.Conv1d(16, 16, 3)
-        self.head = nn.Linear(16, 20, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.head
-
-
 def of_muon(optimizer: torch_ext.Muon) -> set[str]:
     """Returns the names of the parameters that Muon steps as matrices."""
     optimizer.state_dict()
@@ -359,180 +325,6 @@ def test_an_algorithm_that_is_changed_between_steps_is_refused(before: Any, afte
     optimizer.step()
 
 
-# -- saving and loading -----------------------------------------------------------------------------------------------
-
-
-def trained(dtype: torch.dtype, states: Any, steps: int, params: Any = None) -> tuple[list[nn.Parameter], Any]:
-    """Returns parameters and their optimizer after `steps` steps."""
-    params = params or matrices([(40, 30), (30,), (3, 10, 12)], dtype)
-    optimizer = torch_ext.Muon(params, lr=0.05, states=states, ns_dtype=F32)
-    for step in range(steps):
-        filled(params, step)
-        optimizer.step()
-    return params, optimizer
-
-
-@pytest.mark.parametrize("states", STATES)
-@pytest.mark.parametrize("how", ["state_dict", "torch.save", "deepcopy"])
-def test_a_resumed_run_has_the_bits(states: Any, how: str, tmp_path: Any) -> None:
-    params, optimizer = trained(BF16, states, 3)
-    if how == "deepcopy":
-        resumed, again = copy.deepcopy((params, optimizer))
-    else:
-        resumed = [nn.Parameter(p.detach().clone()) for p in params]
-        again = torch_ext.Muon(resumed, lr=0.05, states=states, ns_dtype=F32)
-        saved = optimizer.state_dict()
-        if how == "torch.save":
-            torch.save(saved, tmp_path / "saved.pt")
-            saved = torch.load(tmp_path / "saved.pt", weights_only=True)
-        again.load_state_dict(saved)
-    for step in range(3, 6):
-        for p, o in ((params, optimizer), (resumed, again)):
-            filled(p, step)
-            o.step()
-    assert bits(params) == bits(resumed)
-    masters, theirs = optimizer.master_state_dict(), again.master_state_dict()
-    assert bits(masters.values()) == bits(theirs.values())
-
-
-def test_checkpoints_from_and_into_torchs() -> None:
-    shapes = [(24, 16), (16, 40)]
-    theirs_p = matrices(shapes)
-    theirs = torch.optim.Muon(theirs_p, lr=0.02, momentum=0.8)
-    for step in range(3):
-        filled(theirs_p, step)
-        theirs.step()
-    ours_p = [nn.Parameter(p.detach().clone()) for p in theirs_p]
-    ours = torch_ext.Muon(ours_p, ns_dtype=F32)
-    ours.load_state_dict(theirs.state_dict())
-    assert ours.param_groups[0]["momentum"] == 0.8
-    for p, q in zip(ours_p, theirs_p, strict=True):
-        assert torch.equal(ours.state[p]["momentum_buffer"], theirs.state[q]["momentum_buffer"])
-    back_p = [nn.Parameter(p.detach().clone()) for p in ours_p]
-    back = torch.optim.Muon(back_p)
-    back.load_state_dict(ours.state_dict())
-    for (a, p), (b, q) in (((theirs, theirs_p), (back, back_p)),):
-        filled(p, 7)
-        filled(q, 7)
-        a.step()
-        b.step()
-        assert bits(p) == bits(q)
-
-
-def test_torchs_muon_keeps_no_stale_master() -> None:
-    """torch.optim.Muon does not update masters, so it must not get any from our state dict."""
-    params, ours = trained(BF16, "bf16", 2, matrices([(8, 8)], BF16))
-    theirs = torch.optim.Muon(params)
-    theirs.load_state_dict(ours.state_dict())
-    assert set(theirs.state[params[0]]) == {"momentum_buffer"}
-
-
-def test_a_changed_algorithm_is_named() -> None:
-    params = matrices([(8, 8), (8, 6)])
-    muon, adamw = torch_ext.Muon(params), torch_ext.AdamW(params)
-    with pytest.raises(ValueError, match=r"parameter 0 of group 0.*exp_avg"):
-        muon.load_state_dict(adamw.state_dict())
-    with pytest.raises(ValueError, match="parameter 0 of group 0"):
-        adamw.load_state_dict(muon.state_dict() | {"param_groups": adamw.state_dict()["param_groups"]})
-    assert not any("exp_avg" in muon.state[p] for p in params)
-
-
-def test_state_is_made_inert() -> None:
-    """The step with lr 0 and zero gradients by which frameworks make an optimizer create its state changes no weight
-    and counts no step."""
-    params = matrices([(8, 8), (8,)])
-    before = bits(params)
-    optimizer = torch_ext.Muon(params, lr=0.0)
-    for p in params:
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    assert bits(params) == before
-    assert float(optimizer.state[params[0]]["step"]) == 0
-
-
-def test_the_dtype_of_products_is_saved() -> None:
-    params = matrices([(8, 8)])
-    optimizer = torch_ext.Muon(params)
-    assert optimizer.param_groups[0]["ns_dtype"] is None
-    filled(params, 0)
-    optimizer.step()
-    chosen = optimizer.state_dict()["param_groups"][0]["ns_dtype"]
-    assert chosen in ("float32", "bfloat16")
-    other = torch_ext.Muon(matrices([(8, 8)]), ns_dtype=BF16 if chosen == "float32" else F32)
-    other.load_state_dict(optimizer.state_dict())
-    assert other.param_groups[0]["ns_dtype"] == chosen
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("states", ["bf16", "8bit"])
-def test_files_folders_and_offload_keep_the_bits(states: Any, tmp_path: Any) -> None:
-    def made() -> tuple[nn.Module, torch_ext.Muon]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16)).bfloat16()
-        return model, torch_ext.Muon(model, lr=0.05, states=states, ns_dtype=F32)
-
-    def trains(model: nn.Module, optimizer: torch_ext.Muon, steps: range) -> list[bytes]:
-        for step in steps:
-            filled(list(model.parameters()), step)
-            optimizer.step()
-        return bits(model.parameters())
-
-    model, optimizer = made()
-    trains(model, optimizer, range(3))
-    weights = copy.deepcopy(model.state_dict())
-    torch_ext.save({"optimizer": optimizer.state_dict()}, tmp_path / "file.pt")
-    dcp.save({"optim": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=tmp_path / "folder", no_dist=True)
-    torch_ext.offload(model, optimizer)
-    torch_ext.onload(model, optimizer)
-    want = trains(model, optimizer, range(3, 5))
-
-    from_file, of_file = made()
-    from_file.load_state_dict(weights)
-    of_file.load_state_dict(torch_ext.load(tmp_path / "file.pt")["optimizer"])
-    assert trains(from_file, of_file, range(3, 5)) == want
-    from_folder, of_folder = made()
-    from_folder.load_state_dict(weights)
-    found = {"optim": get_optimizer_state_dict(from_folder, of_folder)}
-    dcp.load(found, checkpoint_id=tmp_path / "folder", no_dist=True)
-    set_optimizer_state_dict(from_folder, of_folder, found["optim"])
-    assert trains(from_folder, of_folder, range(3, 5)) == want
-
-
-# -- masters ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("states", ["bf16", "bf16_remainder", "8bit"])
-@pytest.mark.parametrize("how", ["copy_", "data", "numpy"])
-def test_a_weight_that_was_written_counts(states: Any, how: str) -> None:
-    params, optimizer = trained(BF16, states, 2, matrices([(64, 64)], BF16))
-    new = torch.randn(64, 64, generator=torch.Generator().manual_seed(5)).bfloat16()
-    with torch.no_grad():
-        if how == "copy_":
-            params[0].copy_(new)
-        elif how == "data":
-            params[0].data = new.clone()
-        else:
-            params[0].data.view(torch.int16).numpy()[:] = new.view(torch.int16).numpy()
-    filled(params, 9)
-    optimizer.step()
-    assert optimizer.external_writes() > 0
-    assert float((params[0].float() - new.float()).abs().max()) < 0.5  # the update is about 0.05
-    assert float((optimizer.master_state_dict()[0] - params[0].float()).abs().max()) < 0.05
-
-
-def test_error_on_external_write_changes_nothing() -> None:
-    params = matrices([(64, 64), (5,)], BF16)
-    optimizer = torch_ext.Muon(params, on_external_write="error", ns_dtype=F32)
-    filled(params, 0)
-    optimizer.step()
-    with torch.no_grad():
-        params[0].mul_(2)
-    before = bits(params), bits([optimizer.state[params[0]]["momentum_buffer"]])
-    with pytest.raises(RuntimeError, match="parameter 0 of group 0"):
-        optimizer.step()
-    assert (bits(params), bits([optimizer.state[params[0]]["momentum_buffer"]])) == before
-
-
 # -- in a loop --------------------------------------------------------------------------------------------------------
 
 
@@ -633,134 +425,3 @@ def test_lr_as_a_tensor() -> None:
         a.step()
         b.step()
     torch.testing.assert_close(params, plain)
-
-
-# -- bad input --------------------------------------------------------------------------------------------------------
-
-WRONG: list[tuple[str, Any, type[Exception], str]] = [
-    (
-        "1-D in a muon group",
-        lambda: [{"params": matrices([(4,)]), "algorithm": "muon"}],
-        ValueError,
-        "algorithm is 'muon'",
-    ),
-    ("algorithm", lambda: [{"params": matrices([(4, 4)]), "algorithm": "sgd"}], ValueError, "'sgd'"),
-    ("foreach in a group", lambda: [{"params": matrices([(4, 4)]), "foreach": True}], ValueError, "foreach"),
-    ("fused in a group", lambda: [{"params": matrices([(4, 4)]), "fused": True}], ValueError, "fused"),
-    ("ema_decay in a group", lambda: [{"params": matrices([(4, 4)]), "ema_decay": 0.9}], ValueError, "ema_decay="),
-    *(
-        (
-            f"{key} in a group",
-            lambda key=key: [{"params": matrices([(4, 4)]), key: {}}],
-            ValueError,
-            f"pass {key}= to the",
-        )
-        for key in ("adamw", "adamw_params", "split")
-    ),
-]
-
-
-@pytest.mark.parametrize(("make", "kind", "text"), [w[1:] for w in WRONG], ids=[w[0] for w in WRONG])
-def test_groups_that_are_refused(make: Any, kind: type[Exception], text: str) -> None:
-    with pytest.raises(kind, match=text):
-        torch_ext.Muon(make())
-
-
-@pytest.mark.parametrize(
-    ("options", "kind", "text"),
-    [
-        ({"foreach": True}, TypeError, "no argument 'foreach'"),
-        ({"fused": True}, TypeError, "no argument 'fused'"),
-        ({"lr": -1.0}, ValueError, "lr is -1"),
-        ({"lr": "1e-3"}, TypeError, "lr is '1e-3'"),
-        ({"momentum": 1.5}, ValueError, "momentum is 1.5"),
-        ({"ns_steps": 0}, ValueError, "ns_steps is 0"),
-        ({"ns_steps": 2.5}, TypeError, "ns_steps is 2.5"),
-        ({"ns_coefficients": (1.0, 2.0)}, ValueError, "three numbers"),
-        ({"ns_coefficients": (30.0, 5.0, 5.0)}, ValueError, "singular value"),
-        ({"adjust_lr_fn": "other"}, ValueError, "match_rms_adamw"),
-        ({"ns": "other"}, ValueError, "'gram'"),
-        ({"ns_dtype": torch.float16}, ValueError, "torch.bfloat16"),
-        ({"adamw": {"beta": 0.9}}, ValueError, "'beta'"),
-        ({"adamw": 0.9}, TypeError, "adamw is a float; a mapping of"),
-        ({"lr": torch.ones(2)}, ValueError, "lr is a tensor of 2 elements; one is legal"),
-        ({"split": [2]}, TypeError, "split is a list; a mapping of"),
-        ({"split": {"a": "44"}}, ValueError, "split of 'a' is '44'"),
-        ({"adamw": {"lr": 1e-3}, "lr": 0.0}, ValueError, "ratio"),
-        ({"adamw": {"betas": (0.9, 1.0)}}, ValueError, r"AdamW's betas\[1\]"),
-        ({"split": {"a": 3}}, ValueError, "split of 'a' is 3.*8 rows"),
-        ({"split": {"a": (5, 4)}}, ValueError, r"\(5, 4\).*8 rows"),
-        ({"split": {"zzz": 2}}, ValueError, "'zzz'"),
-        ({"adamw_params": "zzz"}, ValueError, "'zzz'"),
-        ({"policy": {"optimizer": "adam"}}, ValueError, "Muon"),
-    ],
-    ids=str,
-)
-def test_arguments_that_are_refused(options: dict[str, Any], kind: type[Exception], text: str) -> None:
-    with pytest.raises(kind, match=text):
-        torch_ext.Muon(zip("ab", matrices([(8, 6), (8,)]), strict=True), **options)
-
-
-def test_a_parameter_in_two_groups_is_named() -> None:
-    model = Tied()
-    with pytest.raises(ValueError, match="'head.weight'.*'embed.weight'"):
-        torch_ext.Muon(
-            [
-                {"params": [("embed.weight", model.embed.weight)]},
-                {"params": [("head.weight", model.head.weight)]},
-            ]
-        )
-
-
-def test_a_group_that_was_changed_is_refused_before_the_step() -> None:
-    params = matrices([(8, 8), (8,)])
-    optimizer = torch_ext.Muon(params, ns_dtype=F32)
-    filled(params, 0)
-    optimizer.step()
-    before = bits(params)
-    optimizer.param_groups[0]["momentum"] = 2.0
-    with pytest.raises(ValueError, match=r"group 0: momentum is 2\.0"):
-        optimizer.step()
-    assert bits(params) == before
-
-
-def test_memory_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If memory for a matrix cannot be allocated, the error names the parameter and nothing has changed."""
-    params = matrices([(8, 8), (64, 64)])
-    optimizer = torch_ext.Muon(zip("ab", params, strict=True), ns_dtype=F32)
-    filled(params, 0)
-    before, empty = bits(params), torch.empty
-
-    def bounded(*sizes: Any, **options: Any) -> Tensor:
-        if sizes == (4096,):
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-        return empty(*sizes, **options)
-
-    monkeypatch.setattr(torch, "empty", bounded)
-    with pytest.raises(MemoryError, match="'b'"):
-        optimizer.step()
-    assert bits(params) == before
-
-
-def test_sparse_and_differing_gradients_are_named() -> None:
-    params = matrices([(8, 8)])
-    optimizer = torch_ext.Muon(params, ns_dtype=F32)
-    params[0].grad = torch.zeros(8, 8).to_sparse()
-    with pytest.raises(RuntimeError, match="parameter 0 of group 0 is sparse"):
-        optimizer.step()
-
-
-def test_rows_that_do_not_follow_each_other_are_named() -> None:
-    """A weight whose rows are not contiguous is an error that names it."""
-    params = [nn.Parameter(torch.randn(8, 6).T)]
-    optimizer = torch_ext.Muon(params, ns_dtype=F32)
-    filled(params, 0)
-    with pytest.raises(RuntimeError, match="parameter 0 of group 0 has strides"):
-        optimizer.step()
-
-
-def test_a_group_that_is_refused_leaves_nothing() -> None:
-    optimizer = torch_ext.Muon([nn.Parameter(torch.randn(8, 8))], ns_dtype=F32)
-    with pytest.raises(ValueError, match="Muon steps matrices"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.randn(5))], "algorithm": "muon"})
-    assert len(optimizer.state_dict()["state"]) == 1
