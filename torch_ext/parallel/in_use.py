@@ -33,7 +33,8 @@ def instances(kind: type[T]) -> list[T]:
 
 def in_use(target: "weakref.ref[Any]") -> bool:
     """Whether running code may still reach the object; True if that is not certain. False if it is deleted, or if only
-    frames that have ended refer to it, directly or through other objects. Takes some tenths of a second.
+    frames that have ended refer to it, directly or through objects to which nothing else refers. Takes some tenths of a
+    second.
     """
     members = [target()]
     if members[0] is None:
