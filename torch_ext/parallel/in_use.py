@@ -96,7 +96,7 @@ def _running_frames() -> set[int]:
 
 
 def _is_suspended(frame: types.FrameType) -> bool:
-    """Whether a generator or a coroutine goes on with this frame (Python 3.11 and newer show its own variables
-    only)."""
+    """Whether the frame is that of a suspended generator or coroutine, which may run again. (From Python 3.11 on
+    the garbage collector shows the variables of such a frame as the generator's own.)"""
     kinds = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
     return any(isinstance(one, kinds) for one in gc.get_referrers(frame))

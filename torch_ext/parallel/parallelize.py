@@ -83,7 +83,7 @@ def parallelize(
     transport: between GPUs "torch", the process group with its watchdog and flight recorder, or "nccl", a communicator
         of this library's own (NCCL 2.19 or newer: torch's, else TORCH_EXT_NCCL's, the Python package's, the system's).
     optimizer: one or several whose state is kept, in a second call, too. Any other optimizer that is in use and has
-        state for the model's parameters is an error.
+        state for a trainable parameter of the model is an error.
 
     Raises ValueError, TypeError or RuntimeError on every rank, before anything is changed, if an argument is illegal
     on some rank or if the ranks' models or policies differ.
