@@ -147,8 +147,8 @@ class Communicator(abc.ABC):
             running buckets only, not for queued ones.
         result: if given, this is an all-reduce. reduce_fn writes the sum to this rank's part of `result`, and the other
             parts are gathered; or every rank receives the whole wires and computes all of `result`. May be `wire`.
-        slots_needed: how many of the IN_FLIGHT slots the bucket takes. on_complete: called at the end, perhaps on
-            another thread.
+        slots_needed: how many of the IN_FLIGHT slots the bucket takes, at most all. on_complete: called at the end,
+            perhaps on another thread.
 
         Neither wire nor result may be used before the handle's result.
         """

@@ -52,7 +52,7 @@ def wait_all(works: Works, group: dist.ProcessGroup, label: str) -> None:
 
 
 class MemoryPool:
-    """A pool of receive buffers. It has as many blocks as were in use at the same time. Thread-safe."""
+    """A pool of receive buffers: it keeps at most as many blocks as were in use at the same time. Thread-safe."""
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []

@@ -18,8 +18,8 @@ def measure(communicator: Communicator, number: int, caller: str) -> float | Non
     """Returns the Gbit/s that a rank sends to all other ranks together, and receives; None if it cannot be determined.
     Collective: every rank calls it while no operation is running, and gets the same result. number: from `agree`.
 
-    Takes a quarter of a second at 1 Gbit/s. Each rank sends about 24 MiB, and needs at most 64 KiB of memory per rank,
-    or 8 MiB if that is more. Raises RuntimeError that names lost ranks.
+    Takes a quarter of a second at 1 Gbit/s: each rank sends about 24 MiB. It needs 8 MiB of memory at most, or 64 KiB
+    times the number of ranks if that is more. Raises RuntimeError that names lost ranks.
     """
     world_size = communicator.world_size
     part = library.function("tx_link_part_bytes", ctypes.c_int64, restype=ctypes.c_int64, keep_gil=True)(world_size)

@@ -10,8 +10,8 @@ ranks that these miss. A missed rank without a record is lost. The verdict is ke
 never works again after a failure.
 
 The store usually ends with rank 0's process, which may finish its inquiry before other ranks. So rank 0 adds the lost
-ranks to its record, and stays alive for a moment so that others can read it. For a rank whose store has ended, this
-record is the verdict.
+ranks to its record, and stays alive for a moment so that others can read it. If the store ends while a rank still
+makes its inquiry, that rank takes its verdict from this record.
 """
 
 import contextlib

@@ -148,10 +148,11 @@ def unpack(wire: WireBuffer, tensor: Tensor) -> None:
 def reduce_chunks(
     chunks: Sequence[WireBuffer], shard: Tensor, scale: float, *, accumulate: bool = False, stats: Tensor | None = None
 ) -> None:
-    """Computes shard = round(sum of the chunks in rank order * scale), in fp32; with accumulate, adds it to the shard.
+    """Computes shard = sum of the chunks in rank order * scale, or with `accumulate` shard += that; in fp32, rounded to
+    the shard's dtype.
 
     shard: fp32, bf16 or fp16, of a chunk's numel; it shares no memory with a chunk. stats: int64 [21], to which the
-    statistics (grad_stats_) are added.
+    statistics of the shard's new content (grad_stats_) are added.
     """
     scales = [c.scales for c in chunks] if chunks[0].coded else []
     none = torch.empty(0, dtype=torch.int64, device=shard.device)

@@ -42,8 +42,9 @@ class WorkerThread:
     """
 
     def __init__(self, name: str, give_up: Callable[[], None]) -> None:
-        """give_up: makes waits in tasks end with errors; called at exit. Must not reference this object, nor a process
-        group: the thread frees `give_up` as it ends, and to free a group while the interpreter is finalized aborts."""
+        """give_up: makes waits in tasks end with errors; called at exit. Must reference neither this object nor a
+        process group: the thread frees `give_up` as it ends, and freeing a group during finalization aborts the
+        process."""
         self._name, self._give_up = name, give_up
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None

@@ -22,7 +22,7 @@ def lightning_ema_callback() -> Any:
     - validation runs with the averages;
     - a checkpoint has the averages as its "state_dict", and the weights in training as "current_model_state", from
       which training resumes, as with Lightning's own WeightAveraging; a checkpoint that is saved with
-      save_weights_only=True has only the weights in training, since Lightning does not call callbacks then;
+      save_weights_only=True has only the weights in training, since Lightning does not call callbacks for it;
     - at the end the averages become the module's weights.
 
     Raises ValueError at the start of training if an optimizer keeps no average; ModuleNotFoundError without Lightning.
@@ -31,7 +31,8 @@ def lightning_ema_callback() -> Any:
 
 
 def _callback_class() -> type:
-    """Returns the base class for callbacks, of the Lightning package that the program has imported."""
+    """Returns the base class for callbacks: of the Lightning package that the program has imported, or else of
+    the first one that is installed."""
     name = next((name for name in _NAMES if name in sys.modules), None)
     for candidate in [name] if name else _NAMES:
         with contextlib.suppress(ModuleNotFoundError):

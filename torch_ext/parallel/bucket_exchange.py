@@ -42,7 +42,7 @@ class Settings(NamedTuple):
     replan: Replan
     """Makes the plan for another order of the parameters."""
     may_replan: Callable[[], bool]
-    """Whether the layout may still change on this rank: nothing there, such as optimizer state, is cut by it."""
+    """Whether this rank allows another layout: it has nothing, such as optimizer state, that is cut by this one."""
 
 
 class BucketExchange(Exchange):
@@ -58,7 +58,7 @@ class BucketExchange(Exchange):
         self._settings, self._on_layout_change = settings, on_layout_change
         self._bytes_of_cycle, self._bytes_of_gathers, self._bytes_before = 0, 0, 0
         self._number, self._gathers = number, 0
-        self._weight_gathers: list[Work] = []  # by message, since all had arrived last
+        self._weight_gathers: list[Work] = []  # by message; emptied once all were waited for
         self.communicator.compresses = self.communicator.can_compress and strategy.plan.messages.compressed
         self.reorders = strategy.can_rebuild and self.communicator.world_size > 1 and len(strategy.plan.buckets) > 1
         """Whether the next cycle that reduces sends nothing before its end: it records the order in which gradients are

@@ -130,11 +130,12 @@ def plan_buckets(
     params_or_numels: in registration order, tensors, (name, tensor) pairs such as `model.named_parameters()`, or
         element counts (of the policy's param_dtype); or a mapping of names to either. A tensor given twice is placed
         once.
-    policy: from `load_policy`; read are its dtypes, bucket_size (elements), overlap_grad_reduce and
-        pad_buckets_for_high_nccl_busbw. If bucket_size is None, the cap follows the buffer's bytes on the wire and the
-        number of ranks (tx_layout_args). Without overlap each buffer is one bucket. link_gbps,
+    policy: from `load_policy`. Its dtypes, bucket_size (elements), overlap_grad_reduce and
+        pad_buckets_for_high_nccl_busbw decide the layout. If bucket_size is None, the cap follows the buffer's bytes
+        on the wire and the number of ranks (tx_layout_args). Without overlap each buffer is one bucket. link_gbps,
         data_parallel_sharding_strategy and grad_comm_compression decide `messages`: which buckets are sent together
-        over gloo, and whether compressed. Without link_gbps each bucket is a message here; `parallelize` measures it.
+        over gloo, and whether compressed. Without link_gbps each bucket is a message here; `parallelize` then measures
+        the link's speed.
     world_size: the number of ranks that share the buckets.
     order: a permutation of the positions, the order of placement; None: reverse registration order.
 

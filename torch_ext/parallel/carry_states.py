@@ -127,7 +127,7 @@ class CarriedStates:
         weight = local.weight.detach()
         stays = not entry.cut and not local_shard.is_cut(p, local)
         if stays and local_shard.is_dtensor(p) == local_shard.is_dtensor(entry.like):
-            if not entry.owned and not local_shard.is_dtensor(p):  # else it is each rank's own shard
+            if not entry.owned and not local_shard.is_dtensor(p):  # a DTensor's is each rank's own shard
                 _broadcast(list(entry.at_rest.values()), group, weight.device)
             return self._unchanged(p, entry.at_rest)
         kinds, weight_like = self._kinds(entry, self.optimizer.policy), weight.cpu() if host else weight

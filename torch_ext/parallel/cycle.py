@@ -71,7 +71,7 @@ class Options(NamedTuple):
     kind: int
     rank: int
     world: int
-    slots: int  # messages in flight at a time
+    slots: int  # at most so many messages in flight (kinds OPTIM_GRADS and UNITS; the others have no limit)
     check_for_nan: bool = False
     find_unused: bool = False
     scales_sums: bool = False
@@ -127,7 +127,8 @@ class CycleState:
 
     @property
     def order(self) -> list[int]:
-        """All parameters, in the order in which their gradients were ready in the first cycle that reduced."""
+        """All parameters, in the order in which their gradients were ready in the first cycle that reduced; those
+        without a gradient last, in reverse order."""
         at = _call("order", restype=_Pointer)(self.pointer)
         return list((_Int64 * self.n).from_address(at)) if self.n else []
 

@@ -154,7 +154,7 @@ class CommHook(CycleDriver):
             works[-1].add_done_callback(lambda _: self._complete(pending))
 
     def do_wait(self, action: Action) -> None:
-        """Waits for a message; the cycle asks for it after the last bucket was sent, so that backward goes on."""
+        """Waits for a message. The cycle asks for this after the last bucket was sent: until then backward goes on."""
         if action.flags & IF_SENT and action.message >= len(self._pending):
             return
         pending = self._pending[action.message]

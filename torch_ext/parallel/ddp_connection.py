@@ -140,7 +140,7 @@ class Connection:
         return works
 
     def _max_numel(self, numel: int, dtype: torch.dtype, unit: int) -> int:
-        """Returns the most elements that one message of a bucket has, a multiple of `unit`."""
+        """Returns the most elements that one message of a bucket may have, a multiple of `unit`."""
         communicator = self.communicator
         compressed = communicator.compresses and compression.size(numel, dtype)
         nbytes = compressed or WireBuffer.size_of(numel, dtype)

@@ -33,7 +33,8 @@ def instances(kind: type[T]) -> list[T]:
 
 def in_use(target: "weakref.ref[Any]") -> bool:
     """Whether running code may still reach the object; True if that is not certain. False if it is deleted, or if only
-    frames that have ended refer to it, directly or through other objects. Takes some tenths of a second.
+    frames that have ended refer to it, directly or through objects to which nothing else refers. Takes some tenths of a
+    second.
     """
     members = [target()]
     if members[0] is None:
@@ -95,7 +96,7 @@ def _running_frames() -> set[int]:
 
 
 def _is_suspended(frame: types.FrameType) -> bool:
-    """Whether a generator or a coroutine goes on with this frame (Python 3.11 and newer show its own variables
-    only)."""
+    """Whether the frame is that of a suspended generator or coroutine, which may run again. (From Python 3.11 on
+    the garbage collector shows the variables of such a frame as the generator's own.)"""
     kinds = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
     return any(isinstance(one, kinds) for one in gc.get_referrers(frame))

@@ -26,8 +26,8 @@ class NotedGradients:
     def __init__(
         self, params: Sequence[torch.nn.Parameter], each: Callable[[torch.Tensor], None], noted: Callable[..., None]
     ) -> None:
-        """each: called with a gradient's parameter while gradients are not noted. noted: called when noted gradients
-        should be processed. Neither may keep the reducer alive."""
+        """each: called with the parameter of each ready gradient, while these are not noted. noted: called when noted
+        gradients should be processed. Neither may keep the reducer alive."""
         self._params, self._each, self._tell_noted = params, each, noted
         self._noted: list[torch.Tensor] = []
         self._hook = partial(each)

@@ -95,6 +95,7 @@ class ParallelModule(torch.nn.Module):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside this context accumulate without reducing; the next one outside reduces everything once.
+        Strategies that shard gradients reduce in every backward nevertheless.
 
         Unlike DistributedDataParallel's, only the backward has to be inside. May be nested with `sync`; the previous
         setting is restored.

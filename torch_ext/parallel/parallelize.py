@@ -64,8 +64,8 @@ def parallelize(
     model: on one device. Rank 0's weights and buffers are copied to every rank; later changes of buffers stay local.
     policy: from `load_policy`. Read besides dtypes: bucket_size, overlap_grad_reduce, check_for_nan_in_grad,
         step_in_backward, create_all_gather_group (between GPUs), link_gbps. If link_gbps is None, the ranks measure
-        their link here if it decides how many buckets form a message, or grad_comm_compression "auto"
-        (optim_grads_params does not measure).
+        their link here, but only if something depends on its speed: which buckets form one message, or whether
+        grad_comm_compression "auto" compresses. (optim_grads_params does not measure.)
     strategy: its name or number; None: the policy's data_parallel_sharding_strategy.
         no_shard (0): after backward `.grad`, a view of a flat buffer in main_grads_dtype, is the mean over the ranks,
             rounded once to grad_gather_dtype (None: the wire's dtype; bf16 with an 8-bit wire), equal on all ranks.
@@ -82,7 +82,8 @@ def parallelize(
     gradient_divide_factor: sums are divided by it in fp32; None: the number of ranks; 1: a sum.
     transport: between GPUs "torch", the process group with its watchdog and flight recorder, or "nccl", a communicator
         of this library's own (NCCL 2.19 or newer: torch's, else TORCH_EXT_NCCL's, the Python package's, the system's).
-    optimizer: one or several whose state is kept, in a second call, too. Any other optimizer with state is an error.
+    optimizer: one or several whose state is kept, in a second call, too. Any other optimizer that is in use and has
+        state for a trainable parameter of the model is an error.
 
     Raises ValueError, TypeError or RuntimeError on every rank, before anything is changed, if an argument is illegal
     on some rank or if the ranks' models or policies differ.

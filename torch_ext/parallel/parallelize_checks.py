@@ -53,7 +53,7 @@ def check_model(model: torch.nn.Module, strategy: str, carried: Sequence[torch.o
     check_devices([*model.named_parameters(), *model.named_buffers()])
     for name, param in named:
         _check_parameter(name, param, model, strategy)
-    if strategy in STRATEGIES and STRATEGIES[strategy].sharded:  # each is copied to its own place: overlaps get lost
+    if strategy in STRATEGIES and STRATEGIES[strategy].sharded:  # overlaps do not survive the copy to flat buffers
         dense.refuse_overlap([p for _, p in named], [repr(name) for name, _ in named])
     _check_optimizers(named, carried)
 

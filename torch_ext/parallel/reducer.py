@@ -80,8 +80,8 @@ class BucketReducer(BucketGradients):
         self.exchange.communicator.check_process_group(doing)
 
     def before_step(self) -> None:
-        """Called before an optimizer reads the gradients. Raises RuntimeError if it must not: they are not reduced yet,
-        not finite, or an exchange has failed."""
+        """Called before an optimizer reads the gradients. Raises RuntimeError if it must not: they are not reduced yet
+        or not finite, or an exchange or the process group has failed."""
         self.finish_failed_backward()
         self.wait_for_weight_gathers()
         self.exchange.recheck_nonfinite()

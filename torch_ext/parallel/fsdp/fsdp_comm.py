@@ -35,7 +35,7 @@ class ReduceScatter(_Comm):
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         # FSDP2 allocates the input on the computation's stream and frees it as soon as __call__ returns. __call__ runs
-        # on another stream, whose events do not cover this one: so this one is recorded, too.
+        # on another stream, whose events do not cover the computation's: so the computation's is recorded, too.
         self._allocated_on.add(self._reducer.exchange.communicators.current_stream())
         return super().allocate(size, dtype=dtype, device=device)
 

@@ -213,7 +213,7 @@ class FSDPReducer(ReducerBase):
 
     def finish_failed_backward(self) -> None:
         """Recovers if the last backward raised: waits for the messages that it sent, which the other ranks sent, too,
-        and discards them. Until zero_grad, no step may read shards to which sums had been added by then."""
+        and discards them. Shards to which sums had been added already must not be stepped before zero_grad."""
         if self._end is not None and self._end() is not None:
             return
         self._end = None

@@ -5,7 +5,7 @@ Note [strategies]
 | | no_shard, optim | optim_grads |
 |---|---|---|
 | a ready gradient | `.grad`, a view of a flat unsharded buffer in main_grads_dtype | kept until its bucket is sent |
-| a bucket is sent | from the buffer, or from a temporary copy in the wire's dtype | from such a copy |
+| a bucket is sent | from the buffer; if the wire's dtype differs, from a temporary copy in it | from such a copy |
 | its sum | goes to every rank, rounded once (no_shard), or to this rank's part (optim) | is added to the shard |
 
 Under all three the sum is computed in fp32, in rank order; the optimizer reads it in main_grads_dtype.
@@ -139,7 +139,7 @@ class ShardingStrategy(abc.ABC):
         return []
 
     def unreduced(self, i: int) -> bool:
-        """Whether parameter i has a gradient that is unreduced if one became ready since the last reduction."""
+        """Given that a gradient became ready since the last reduction: whether parameter i has an unreduced one."""
         return self.params[i].grad is not None
 
     @abc.abstractmethod
