@@ -39,7 +39,7 @@ class Contents(NamedTuple):
 
 
 def contents_of(path: str | os.PathLike[str], check: bool = True) -> Contents:
-    """Returns the contents of a checkpoint. Raises ValueError, with its name, if it cannot be read at all, and
+    """Returns the contents of a checkpoint. Raises ValueError, naming the checkpoint, if it cannot be read at all, and
     FileNotFoundError if it does not exist.
 
     check: compares all checksums, which reads all data.

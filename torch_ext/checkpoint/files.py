@@ -38,8 +38,8 @@ def save(obj: Any, path: str | os.PathLike[str], *, states: str = "logical", com
         "logical": as in torch.optim's state dicts; torch.load can read the file.
         "at_rest": as they are stored, without loss: moments as their codes and scales, an fp32 master weight as the 16
             bits that its bf16 weight in `obj` lacks. `torch_ext.load` reads the file, with the same result.
-    compress: entropy-codes "at_rest" data without loss; trained bf16 weights take about 1.32 bytes. A logical file is
-        never compressed.
+    compress: entropy-codes "at_rest" data without loss; trained bf16 weights take about 1.32 bytes each. A logical file
+        is never compressed.
 
     Raises OSError, with the needed and free bytes, if the disk is full, and the errors of open() if the folder does not
     exist, or `path` is a folder or not writable.

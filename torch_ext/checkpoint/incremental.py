@@ -45,9 +45,9 @@ class IncrementalWeights:
 
         part: what publish() has just returned, if the caller publishes itself; None: `save` calls publish().
 
-        Raises the errors of `publish`; OSError, with the needed and free bytes, if the disk is full; RuntimeError, with
-        its name, if another job has begun to save there. Earlier versions stay. After an error, this rank's next save
-        has all weights, and within a few versions so does that of every other rank.
+        Raises the errors of `publish`; OSError, with the needed and free bytes, if the disk is full; RuntimeError,
+        naming the other chain, if another job has begun to save there. Earlier versions stay. After an error, this
+        rank's next save has all weights, and at one of the next few versions all ranks save all weights together.
         """
         os.makedirs(self._folder, exist_ok=True)
         part = self._publisher.publish() if part is None else part

@@ -47,8 +47,8 @@ def load_weights(
 
 
 def read(folder: Path, file: PartFile) -> bytes:
-    """Returns the content of a part's file. Raises ValueError, with its name, if it is missing, damaged or not what its
-    name says; OSError if it cannot be read."""
+    """Returns the content of a part's file. Raises ValueError, naming the file, if it is missing, damaged or not what
+    its name says; OSError if it cannot be read."""
     path = folder / file.name
     try:
         data = path.read_bytes()

@@ -65,7 +65,7 @@ class NewFile:
         """Does nothing: `sync` flushes once, at the end."""
 
     def put(self, obj: Any) -> None:
-        """Writes `obj` with torch.save. Raises the first error of a write, or KeyboardInterrupt, not torch's own."""
+        """Writes `obj` with torch.save. If a write failed or was interrupted, raises that error, not torch's own."""
         try:
             torch.save(obj, self)  # type: ignore[arg-type]
         except Exception as error:

@@ -5,7 +5,8 @@ complete version, and notice files that somebody removed. No file is ever change
 is durable. A rank writes its part of a version as all of its weights ("full") or what changed ("delta"). A version is
 complete when the parts of all ranks exist. A chain is the sequence of versions of one publisher. Before its first part,
 part 0 writes the run file of its chain; the run's number says in which order the chains came to the folder. So a job
-that is killed only loses its last version. A removed file shows in the names: a delta without the file before it.
+that is killed loses only the version that it was saving. A removed file shows in the names: a delta without the file
+before it.
 """
 
 import re
@@ -127,8 +128,8 @@ class Version(NamedTuple):
 def version_in(folder: Path, names: Iterable[str], number: int | None = None) -> Version:
     """Returns the version of this number; None: the last complete one of the newest run that has one.
 
-    Raises FileNotFoundError if the folder has no incremental weights. Raises ValueError, with its name, if a file is
-    missing that this version or a later file needs.
+    Raises FileNotFoundError if the folder has no incremental weights. Raises ValueError if a file is missing that this
+    version or a later file needs; the message names the file.
     """
     chains = chains_of(names)
     if not chains:

@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the contents. Returns 0 if no checksum shows damage, 1 if one does. Raises SystemExit(2), with a message,
-    if the file cannot be read."""
+    """Prints the contents. Returns 0 if no damage was found (checksums may not cover everything, or not be compared),
+    1 if there is damage. Raises SystemExit(2), with a message, if the checkpoint cannot be read."""
     try:
         found = contents_of(options.file, not options.no_check)
     except (ValueError, OSError) as error:

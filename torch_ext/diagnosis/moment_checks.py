@@ -92,9 +92,8 @@ def _missing_moments(reading: Reading) -> Iterator[Finding]:
     found: dict[str, dict[str, None]] = {}
     for t in reading.trained:
         there = _moments_of(t)
-        more = [
-            other for other in kinds_in_group[id(t.group)] if there < other
-        ]  # supersets only: a matrix may keep others
+        # Supersets only: a matrix may keep other moments than a vector.
+        more = [other for other in kinds_in_group[id(t.group)] if there < other]
         wanted = _needed(t) | (min(more, key=len) if more else frozenset())
         absent = [key for key in state_moments.SHAPED if key in wanted and key not in there]
         if absent and _requires_grad(t) and _has_stepped(t):

@@ -67,7 +67,8 @@ def _of_fields(config: Any) -> dict[str, Any]:
 
 
 def _missing_masters(reading: Reading, but: set[str]) -> Iterator[Finding]:
-    """Yields a finding about 16-bit weights for which masters were asked for, but there is none, or one of 16 bits."""
+    """Yields a finding about 16-bit weights whose masters have 16 bits, or that have no master although one was asked
+    for. Without a policy, weights without a state are left out: their first step may still create the master."""
     found: dict[str, None] = {}
     narrow_copies = {id(c.weight) for c in reading.copies if c.copy.is_floating_point() and c.copy.dtype.itemsize <= 2}
     for t in reading.trained:

@@ -64,8 +64,9 @@ class Clipping:
 
     def belongs_to(self, grads: Sequence[Tensor]) -> bool:
         """Whether this clip is valid for these gradients: all gradients of `attach`, or a subset because the rest was
-        dropped (the coefficient still holds). False for foreign gradients. If a gradient was modified or replaced,
-        raises RuntimeError, unless the clip was used already or only measured; then False."""
+        dropped (the coefficient still holds; a norm that was only measured does not). False for foreign gradients. If a
+        gradient was modified or replaced, raises RuntimeError, unless the clip was used already or only measured; then
+        False."""
         marked = [getattr(g, _MARK, None) is self for g in grads]
         if not any(marked):
             return False

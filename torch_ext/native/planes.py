@@ -39,7 +39,7 @@ def _c(t: Tensor) -> TensorArgument:
 
 
 def bound(dtype: torch.dtype, numel: int) -> int:
-    """Returns the largest number of bytes that a message of `numel` elements can have."""
+    """Returns a number of bytes that suffices for any message of `numel` elements."""
     found = library.function("tx_planes_bound", ctypes.c_int32, ctypes.c_int64, restype=ctypes.c_int64, keep_gil=True)
     return int(found(dtypes.code_of(dtype), numel))
 

@@ -53,7 +53,8 @@ def load_policy(
     full_shard: the defaults of full sharding (distributed optimizer, NaN check, optim_grads_params, overlap).
     optimizer_config: settings of the optimizer. An optimizer with this policy starts from lr, weight_decay, adam_beta1,
         adam_beta2, adam_eps, clip_grad and optimizer, if they are set here or by an override (see Adam); min_lr is
-        carried for schedulers. ValueError where it contradicts the model's dtype, which only an override may.
+        carried for schedulers. Only an override may replace what follows from the model's dtype or full_shard: a
+        setting that contradicts it raises ValueError.
     override_optimizer_config, override_ddp_config: a mapping whose keys win one by one, or a hook. A hook is called
         once with the resolved policy and returns such a mapping (or None).
 

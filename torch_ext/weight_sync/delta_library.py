@@ -76,8 +76,8 @@ def pieces(rows: Sequence[tuple[int, Piece]]) -> "ctypes.Array[DeltaPiece]":
 
 @contextmanager
 def messages(given: Sequence[Bytes]) -> Iterator["ctypes.Array[TensorArgument]"]:
-    """Yields messages as an array for the library, valid inside. They are not copied, except memoryviews that are
-    read-only or not contiguous."""
+    """Yields messages as an array for the library, valid inside the context. They are not copied, except memoryviews
+    that are read-only or not contiguous."""
     kept = [_argument_of(one) for one in given]
     yield (TensorArgument * len(kept))(*(argument for argument, _ in kept))
     del kept

@@ -30,7 +30,7 @@ class EngineTensors:
     for tensors on devices, are copies of them."""
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
-        """Raises ValueError, with its name, for a tensor that cannot be written to."""
+        """Raises ValueError, naming the tensor, if one cannot be written to."""
         memory = WritableMemory()
         self.named: dict[str, Tensor] = {}
         for name, t in tensors.items():
@@ -42,7 +42,7 @@ class EngineTensors:
         self._forms = {name: _Form.of(t) for name, t in self._given.items()}
 
     def refuse_changed(self) -> None:
-        """Raises RuntimeError, with its name, if a tensor has moved: the engine would not read what is written to the
+        """Raises RuntimeError, naming the tensor, if one has moved: the engine would not read what is written to the
         old memory."""
         for name, t in self._given.items():
             now = _Form.of(t)

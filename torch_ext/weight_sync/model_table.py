@@ -13,7 +13,7 @@ class ModelTable:
     """The model's parameters at the creation of its publisher."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        """Raises ValueError, with its name, for a parameter that cannot be published."""
+        """Raises ValueError, naming the parameter, if one cannot be published."""
         self._model = model
         self.params = _params(model)
         """Parameters by name, in the model's order; tied weights once."""

@@ -112,8 +112,8 @@ class PublishedRuns:
         return found
 
     def rows_on_host(self) -> Any:
-        """Returns the runs of the last `now()` as an array of tx_delta_run; None unless all of their memory is on the
-        host."""
+        """Returns the runs that `current_runs` returned last as an array of tx_delta_run; None unless all of their
+        memory is on the host."""
         return None if self._cached is None else self._cached.rows
 
     def rows(self, runs: list[Run], on_host: list[dict[str, Tensor]]) -> Any:

@@ -115,9 +115,9 @@ class WeightPublisher:
         """Returns the next version as positions and values, for engines of other projects. Call it instead of
         `publish`.
 
-        There is a patch for each parameter, in the model's order; several for a frozen one of more than 2**20 elements.
-        If nothing changed in this rank's part of a parameter, its patch has no positions. A patch may also contain
-        weights that did not change. Raises the errors of publish.
+        There is a patch for each parameter, in the model's order; several for one of more than 2**20 elements that no
+        step changes. If nothing changed in this rank's part of a parameter, its patch has no positions. A patch may
+        also contain weights that did not change. Raises the errors of publish.
         """
         self._refuse_now("publish_patches()")
         with torch.no_grad(), self._kept.silent_writes_marked():

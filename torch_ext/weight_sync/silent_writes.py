@@ -3,9 +3,10 @@
 Note: a step records which weights it changes, but other code may write to weights, too. How such a write shows depends
 on the weight's state. With remainders, the step left checksums of all weights. With an fp32 master, the weight must be
 the master rounded. A weight without a master has its version counter and address, which show torch's writes. All this
-is compared before a delta is encoded. It is compared again afterwards: if the next step does not notice the write, it
-overwrites the weight with the rounded master, without recording that this changes what was published. Blocks in which
-no step changed a bit need none of this: they are compared with the checksums of the published weights.
+is compared before a delta is encoded. Blocks with such a write are marked again afterwards, for the next version: if
+the next step does not notice the write, it overwrites the weight with the rounded master, without recording that this
+changes what was published. Blocks in which no step changed a bit need none of this: they are compared with the
+checksums of the published weights.
 """
 
 import ctypes

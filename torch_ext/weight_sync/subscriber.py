@@ -24,10 +24,11 @@ class WeightSubscriber:
         subscriber.apply(parts)  # what publish() returned, of every rank of the trainer
 
     tensors: name -> tensor, on the host or CUDA devices, in bfloat16, float16 or float32. They are written in place, so
-        that captured CUDA graphs stay valid. Together they must hold all elements of the trainer's parameters, each
-        once. They are at version 0 if they equal the trainer's weights at the creation of its publisher; otherwise
-        apply the publisher's `full()` first. Each apply copies tensors on devices to pinned host memory, which the
-        subscriber keeps (as many bytes as these tensors), and copies back the blocks of 1024 elements that changed.
+        that captured CUDA graphs stay valid. Every element must be one element of the trainer's parameters, and every
+        parameter must have a place in them, unless `mapping` says otherwise. They are at version 0 if they equal the
+        trainer's weights at the creation of its publisher; otherwise apply the publisher's `full()` first. Each apply
+        copies tensors on devices to pinned host memory, which the subscriber keeps (as many bytes as these tensors),
+        and copies back the blocks of 1024 elements that changed.
     mapping: where the trainer's parameters are in the engine's tensors, for engines with fused, sliced, transposed or
         renamed tensors: parameter name -> name in `tensors`, a `WeightSlice`, several of them, or, if this engine
         holds nothing of the parameter, a meta tensor of its shape and dtype. A parameter that is not in `mapping` is
