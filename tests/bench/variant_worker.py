@@ -14,7 +14,7 @@ import torch
 from bench import cuda_rows, optimizer_configs
 from bench.optimizer_configs import CONFIGURATIONS
 
-_CHUNK = 1 << 22  # elements, so that the int64 copies of a large tensor fit beside it
+_CHUNK = 1 << 22  # elements, so that the int64 copies of a large tensor fit into memory with it
 
 
 def bits(training: optimizer_configs.Training) -> int:
