@@ -259,7 +259,7 @@ class Trainer(Stepping):
     """The acts that write to weights and states."""
 
     def write(self, seed: int) -> None:
-        """Writes in place, with a version counter that counts."""
+        """Writes in place, so that torch counts a new version of the tensor."""
         draw = random.Random(seed)
         with torch.no_grad():
             self.params()[draw.choice(sorted(self.params()))].mul_(draw.choice([0.5, 1.0, 1.25]))

@@ -24,7 +24,7 @@ _QUALITY = "bench.accuracy.rounding_report"
 
 
 def find_packages() -> None:
-    """Makes `bench` and `torch_ext` importable: from this checkout, or from the PYTHONPATH if it has a torch_ext.
+    """Makes `bench` and `torch_ext` importable: from this checkout, or torch_ext from PYTHONPATH if it is there.
     Removes this folder from sys.path, where Python puts a script's folder first: its files are modules of the package
     `bench` only."""
     sys.path[:] = [folder for folder in sys.path if pathlib.Path(folder or ".").absolute() != _HERE]

@@ -15,7 +15,7 @@ from torch import Tensor
 from bench import cuda_rows, optimizer_configs
 from bench.optimizer_configs import CONFIGURATIONS
 
-_CHUNK = 1 << 22  # elements, so that the int64 copies of a large tensor fit beside it
+_CHUNK = 1 << 22  # elements, so that the int64 copies of a large tensor fit into memory with it
 
 
 def bits(tensors: Iterable[Tensor]) -> int:

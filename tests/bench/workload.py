@@ -26,7 +26,7 @@ def numel(shapes: Shapes) -> int:
 
 
 def make(shapes: Shapes, dtype: torch.dtype, seed: int, device: str = "cpu") -> list[nn.Parameter]:
-    """Returns parameters of magnitude 0.02 with gradients of the same dtype, every element written.
+    """Returns parameters of magnitude about 0.02 with gradients of the same dtype, every element written.
 
     Gradients are normally distributed. Their magnitude varies between 1e-5 and 1e-2 along a tensor and from tensor to
     tensor. No gradient is subnormal, nor is the square of one.

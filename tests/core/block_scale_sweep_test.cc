@@ -71,7 +71,7 @@ std::vector<float> ThroughLogical(const Format &c, std::vector<float> x) {
 std::vector<float> RandomBlock(const Format &c, std::mt19937 &random, int kind) {
   std::normal_distribution<float> normal;
   const size_t n = kind % 5 == 0 ? 1 + random() % 127 : 128;
-  // The sqrt of an fp32 number is never below 2^-75 nor above 2^64.
+  // The sqrt of a positive fp32 number is never below 2^-75 nor above 2^64.
   const int lowest = c.root ? -74 : -148, highest = c.root ? 60 : 122;
   const int centre = lowest + static_cast<int>(random() % static_cast<uint32_t>(highest - lowest + 1));
   const float spread = kind % 3 == 0 ? 0.0f : kind % 3 == 1 ? 2.0f : 12.0f;
@@ -247,7 +247,8 @@ TEST(BlockScale, ANonFiniteValueOrOneTooLargeMakesTheWholeBlockNan) {
       EXPECT_TRUE(std::isnan(x)) << c.name;
     const Block fits = Encode(c.format, {largest, 0.0f}, {~0u, ~0u});
     EXPECT_EQ(Decode(c.format, fits)[0], largest) << c.name;
-    // The largest value is within a factor of two of fp32's (for roots: its square is within an eighth).
+    // fp32's largest number is at most a little more than twice the largest value (for roots: about an
+    // eighth above its square).
     EXPECT_GT(static_cast<double>(largest) * (c.root ? static_cast<double>(largest) : 2.0), 0x1.fffffep127 * 0.87)
         << c.name;
   }

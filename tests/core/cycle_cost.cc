@@ -27,7 +27,7 @@ int64_t DtypeBytes(int32_t dtype) {
   return bytes;
 }
 
-// Bytes of the sums that every rank gets.
+// Bytes of the sums of a bucket, for strategies in which every rank gets all of them.
 int64_t GatheredBytes(const Case &given, int64_t numel) {
   const auto wire = static_cast<tx_dtype>(given.model.wire_dtype);
   return WireBytes(numel, tx_gather_dtype(static_cast<tx_dtype>(given.model.gather_dtype), wire));

@@ -23,8 +23,8 @@ struct Link {
 struct Cluster {
   int ranks_per_node = 1;
   Link within, between;  // to ranks of the same node, and to other nodes
-  double node_bytes_per_second =
-      0;                            // traffic with other nodes, per direction, of all ranks of a node; 0: no such limit
+  // Traffic with other nodes, per direction, of all ranks of a node; 0: no such limit.
+  double node_bytes_per_second = 0;
   double post_seconds = 0;          // processor time of a rank for each message that it sends
   double sum_bytes_per_second = 0;  // rate at which a rank sums received chunks; 0: summing takes no time
   int64_t in_flight = 4;            // reductions that a rank has in flight at most; further ones are queued
@@ -60,8 +60,8 @@ struct Case {
   int64_t cap = TX_NO_INT;  // bucket capacity in elements, the policy's bucket_size
   int check_for_nan = 1;
   int find_unused = 0;
-  int steps =
-      3;  // the last one is measured: after the first step the buckets may be rebuilt in the order of the gradients
+  // The last one is measured: after the first step the buckets may be rebuilt in the order of the gradients.
+  int steps = 3;
   // Simulate every node instead of one. Nodes that behave identically are simulated by one node: a message to the d-th
   // next node counts as one received from the d-th previous node. The results are equal.
   bool every_node = false;

@@ -17,7 +17,7 @@ struct Bucket {
   int64_t numel = 0;           // padded
   int64_t wire_bytes = 0;      // of the whole bucket: the parts of all ranks
   int64_t gathered_bytes = 0;  // bytes of the sums that are all-gathered; 0 if they are not
-  int64_t weight_bytes = 0;    // all-gathered after the step; 0 if every rank steps whole parameters
+  int64_t weight_bytes = 0;    // of the weights that are all-gathered; 0 if every rank steps all of them
   int64_t memory = 0;          // extra bytes allocated while the bucket is being reduced
 };
 
@@ -40,7 +40,7 @@ struct Op {
     kGive,        // hands unit or bucket `which` to the machine
     kEnd,         // the backward ends
     kStep,        // the optimizer's step
-    kGather,      // starts the all-gather of the weights of bucket `which`
+    kGather,      // starts the all-gather of the weights of unit or bucket `which`
     kWaitGather,  // waits for the `which`-th all-gather of this step
     kEndOfStep
   };

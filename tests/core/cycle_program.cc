@@ -66,8 +66,8 @@ void AddSteps(std::mt19937_64 &random, Spec *spec) {
   static const Do kOdd[] = {Do::kZeroGrad, Do::kStep, Do::kOffload, Do::kReplan};
   for (int k = draw(4) == 0 ? 1 + draw(2) : 0; k > 0; k--) {
     const int at = draw(static_cast<int>(spec->steps_of_program.size()) + 1);
-    const Do what = kOdd[draw(
-        spec->kind == TX_CYCLE_DDP_HOOK ? 2 : 4)];  // DistributedDataParallel has no offload and no second parallelize
+    // DistributedDataParallel has no offload and no second parallelize.
+    const Do what = kOdd[draw(spec->kind == TX_CYCLE_DDP_HOOK ? 2 : 4)];
     spec->steps_of_program.insert(spec->steps_of_program.begin() + at, {what, false, {}});
   }
 }
@@ -154,8 +154,8 @@ std::vector<Expected> Oracle(const Spec &spec) {
   const auto n = static_cast<size_t>(spec.n_params);
   const bool units = spec.kind == TX_CYCLE_UNITS, shards = Shards(spec);
   std::vector<int64_t> total(n), local(n);
-  std::vector<uint8_t> has_local(n),
-      unreduced(n);  // unreduced: a gradient was ready and not reduced, whatever happened to `.grad` since
+  // unreduced: a gradient was ready and not reduced, whatever happened to `.grad` since.
+  std::vector<uint8_t> has_local(n), unreduced(n);
   bool known = true;
   std::vector<Expected> found(spec.steps_of_program.size());
   const auto has_fault = [&](FaultKind what, int rank, int step, int at) {

@@ -24,8 +24,8 @@ struct Exchange {
   int posts = 0;
   int64_t ready_at = 0;  // when the last post has arrived
   int64_t first = -1, end = -1;
-  std::vector<int64_t>
-      own;  // by parameter: the part of the sums that no earlier sum contains, so that each gradient counts once
+  // By parameter: the part of the sums that no earlier sum contains, so that each gradient counts once.
+  std::vector<int64_t> own;
   std::vector<uint8_t> contributed;                 // by parameter: whether a rank had a gradient
   int64_t least_steps = INT64_MAX, most_steps = 0;  // step counts of the ranks that posted
   std::vector<int64_t> sums;                        // by parameter
@@ -167,8 +167,8 @@ class Rank {
   std::vector<uint8_t> broken_;
   int64_t report_tag_ = 0, order_tag_ = 0;
   std::vector<int64_t> weights_;  // by parameter: the step that last wrote it, on the rank that steps it
-  std::vector<int64_t>
-      gather_tags_;      // all-gathers that are in flight, or were since the last time that all had completed
+  // All-gathers that are in flight, or were since the last time that all had completed.
+  std::vector<int64_t> gather_tags_;
   size_t n_come_ = 0;    // how many of gather_tags_ have completed
   int next_weight_ = 0;  // the next bucket that the step writes
   std::vector<int64_t> bucket_of_;
@@ -220,7 +220,7 @@ class World {
           asymmetric = true;
           break;
         case FaultKind::kInterruptStep:
-        case FaultKind::kInterrupt:  // the interrupted wait is another one on every rank
+        case FaultKind::kInterrupt:  // ranks may be interrupted in different waits
           asymmetric |= spec.world > 1;
           break;
         case FaultKind::kRaise:
@@ -277,8 +277,8 @@ class World {
   bool asymmetric = false;    // ranks may differ from here on: some may fail or time out
   bool has_raised = false;    // some rank's backward raised
   bool group_failed = false;  // connections are closed
-  std::map<int64_t, std::vector<int64_t>>
-      sums_of_cycle;  // the sums after each cycle, which have to be the same on every rank
+  // The sums after each cycle, which have to be the same on every rank.
+  std::map<int64_t, std::vector<int64_t>> sums_of_cycle;
   std::map<int64_t, std::vector<uint8_t>> has_sum;
   std::vector<Expected> expected;  // by step; what a rank finds if it performs the step
 

@@ -40,7 +40,8 @@ struct Machine {
         << error.message;
   }
 
-  // Performs the pending actions as a driver would, up to the first action of kind `until`. Returns the kinds.
+  // Performs the pending actions as a driver would; stops before the first action of kind `until`. Returns the kinds of
+  // those that it performed.
   std::string Drain(int32_t until = -1) {
     std::string done;
     for (tx_cycle_action action; tx_cycle_next(c, &action) && action.kind != until;) {

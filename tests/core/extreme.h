@@ -79,8 +79,8 @@ inline void FillGradients(Random &random, Param &p) {
       if (kind == 0 || (kind < 3 && i == odd)) g = random.Finite();
       if (kind == 3) g = random.Below(2) ? Largest(TX_F32) : -Largest(TX_F32);
       if (kind == 4) g = 0.0f;
-      if (kind == 5)
-        g = std::ldexp(1.9f + 0.05f * random.Normal(), 63); /* near the magnitude at which AdamW clamps gradients */
+      /* near the magnitude at which AdamW clamps gradients */
+      if (kind == 5) g = std::ldexp(1.9f + 0.05f * random.Normal(), 63);
       if (kind == 6 && i == odd) g = -Largest(TX_F32);
       Put(p.grad, i, p.combo.grad, g);
     }

@@ -47,7 +47,7 @@ class LateCopies {
   int fails_up = 0;
   int64_t fails_from = 0, fails_for = INT64_MAX;
 
-  int64_t copies[2] = {0, 0};                        // by direction: [0] down to the device, [1] up to the host
+  int64_t copies[2] = {0, 0};                        // by direction: [0] down to the host, [1] up to the device
   int64_t bytes[2] = {0, 0};                         // by direction
   int64_t marks[2] = {0, 0};                         // by direction
   std::map<int64_t, std::set<std::thread::id>> who;  // the threads that marked a slot

@@ -459,8 +459,8 @@ TEST(Memory, joined_buckets_are_two_messages_of_as_many_as_travel_together) {
       ASSERT_EQ(tx_memory_plan(&question.args, &memory, nullptr), TX_OK);
       const int64_t bucket = numel * 2, most = tx_coalesce_most(n * bucket, strategy != TX_NO_SHARD, 0);
       const int64_t whole = tx_coalesce_whole(n * bucket);
-      const int64_t together =
-          !whole && most < 2 * bucket ? 0 : most; /* 0 if it is less than two neighbouring buckets */
+      /* 0 if it is less than two neighbouring buckets */
+      const int64_t together = !whole && most < 2 * bucket ? 0 : most;
       // Other ranks' parts are received. A message needs memory of its own if a rank's parts of it are not contiguous.
       const int64_t one = strategy == TX_OPTIM_GRADS ? 7 : 3, joined = strategy == TX_NO_SHARD ? 3 : 7;
       const int64_t held = whole ? n * bucket : together;

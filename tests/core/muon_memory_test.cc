@@ -43,8 +43,8 @@ TEST(MemoryOfMatrices, PartByPart) {
   Matrices m;
   tx_memory memory;
   tx_error error;
-  const int64_t products =
-      2 * 600 * 4 + 4 * 6 * 6 * 4;  // copied, because the exchange's dtype differs from the products'
+  // Copied, because the exchange's dtype differs from the products'.
+  const int64_t products = 2 * 600 * 4 + 4 * 6 * 6 * 4;
   ASSERT_EQ(m.Plan(TX_NO_SHARD, 1, &memory, &error), TX_OK) << error.message;
   EXPECT_EQ(memory.moments, 1000 * 2);
   EXPECT_EQ(memory.products, products + 600 * 2);
@@ -125,7 +125,7 @@ TEST(MemoryOfMatrices, IllegalOnes) {
   EXPECT_NE(std::string(error.message).find("room"), std::string::npos) << error.message;
 }
 
-// Places have to be those of tx_layout_plan, because they determine how a matrix is sharded.
+// Places other than those of tx_layout_plan are rejected, because they determine how a matrix is sharded.
 TEST(MemoryOfMatrices, OfParametersOutsideOfTheirBucket) {
   for (const int64_t start : {INT64_MIN, int64_t{-128}, int64_t{1} << 40, INT64_MAX}) {
     Matrices m;

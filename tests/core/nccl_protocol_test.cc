@@ -152,8 +152,8 @@ TEST_P(EveryVersion, AnOperationThatIsRefusedInsideAGroupIsTold) {
   EXPECT_EQ(fake.counts().aborts, 1);
 }
 
-// An answer that arrives within microseconds must not cost a sleep: the shortest one takes about 50. The test counts
-// sleeps instead of measuring time, because on a busy machine everything may take long.
+// An answer that arrives within a few microseconds must not cost a sleep, since the shortest sleep takes about 50
+// microseconds. The test counts sleeps instead of measuring time, because on a busy machine everything may take long.
 TEST_P(EveryVersion, AnAnswerThatComesAtOnceIsNotSleptOver) {
   const FakeNccl fake(GetParam());
   const Library library(fake);

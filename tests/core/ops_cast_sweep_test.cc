@@ -244,8 +244,8 @@ TEST(Cast, BitsAreTheSameEverywhere) {
         for (tx_format format : {TX_FORMAT_SIGNED, TX_FORMAT_SQRT, TX_FORMAT_MOMENTUM}) {
           for (int32_t rounding : kRoundings) {
             std::vector<Formed> srcs, dsts;
-            srcs.emplace_back(from, format, 20000)
-                .data.FillBytes(1); /* every code, including NaN, Inf and subnormals */
+            /* every code, including NaN, Inf and subnormals */
+            srcs.emplace_back(from, format, 20000).data.FillBytes(1);
             srcs.back().scales.FillBytes(2);
             srcs.emplace_back(from, format, 333).Encode(Inputs(333, format), TX_NEAREST, 0);
             for (const Formed &f : srcs)

@@ -147,8 +147,8 @@ Truth ExpectedPlaces(const Program &program) {
     int64_t rows = 0;
     for (const tx_delta_piece &piece : program.pieces)
       rows += piece.param == static_cast<int64_t>(p) ? piece.rows : 0;
-    if (rows > program.params[p].numel)
-      truth.status = TX_ERROR_OVERLAP;  // some rows must overlap, whatever else is wrong
+    // Some rows must overlap then, whatever else is wrong.
+    if (rows > program.params[p].numel) truth.status = TX_ERROR_OVERLAP;
     if (truth.status != TX_OK) return truth;
     for (const int count : counts[p]) {
       truth.status = count == 0 ? TX_ERROR_SHAPE : count > 1 ? TX_ERROR_OVERLAP : TX_OK;

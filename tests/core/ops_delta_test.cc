@@ -78,7 +78,7 @@ TEST(Delta, InstructionSetsMakeTheSameBytes) {
   ASSERT_EQ(tx_isa_select(nullptr, nullptr), TX_OK);
 }
 
-// Gaps between changed weights of every length, after many short gaps: their codes have all possible lengths.
+// Gaps of every length between changed weights, after many short gaps: their codes have all possible lengths.
 TEST(Delta, GapsOfAnyLengthArrive) {
   for (int32_t isa = 0; tx_isa_name(isa); isa++) {
     ASSERT_EQ(tx_isa_select(tx_isa_name(isa), nullptr), TX_OK);
@@ -411,8 +411,8 @@ TEST(Delta, WeightsGoIntoFusedSlicedAndTransposedTensors) {
     const std::vector<Bytes> was = {trainer.Weights(0), trainer.Weights(1), trainer.Weights(2)};
     std::vector<uint16_t> fused(2 * kRows * kColumns / 2), turned(kRows * kColumns);
     const int64_t half = kColumns / 2;
-    std::vector<tx_delta_piece>
-        pieces;  // q and k: the second half of their columns, one above the other; t: transposed
+    // q and k: the second half of their columns, one above the other; t: transposed.
+    std::vector<tx_delta_piece> pieces;
     for (int64_t p = 0; p < 2; p++) {
       pieces.push_back({p, 0, kRows, half, kColumns, nullptr, 0, 0});
       pieces.push_back({p, half, kRows, half, kColumns, fused.data() + p * kRows * half, half, 1});

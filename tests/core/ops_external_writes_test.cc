@@ -120,8 +120,8 @@ TEST_P(Kinds, EveryInstructionSetAndEverySplitSeesTheSameChecksums) {
 
 void AWriteBecomesTheMaster(const Combo &combo) {
   const int64_t n = 3 * 4096 + 200, whole = Block(combo);
-  for (int64_t at : {0, 31, 2048 + 7, 2 * 4096 + 5,
-                     3 * 4096 + 3}) { /* all are sampled; the last one at the beginning of a partial block */
+  /* All of these are sampled; the last one is at the beginning of a partial block. */
+  for (int64_t at : {0, 31, 2048 + 7, 2 * 4096 + 5, 3 * 4096 + 3}) {
     Watched w(combo, n);
     ASSERT_EQ(w.Step(TX_EXTERNAL_RESYNC), TX_OK);
     w.Write(at);
@@ -184,8 +184,7 @@ INSTANTIATE_TEST_SUITE_P(Masters, Kinds,
                                          kStaged),
                          [](const auto &info) { return adamw_call::Name(info.param); });
 
-/* -- what changes a checksum
- * ------------------------------------------------------------------------------------------ */
+/* -- what changes a checksum --------------------------------------------------------------------------------------- */
 
 TEST(Checksum, EveryWeightBesideRemaindersCounts) {
   Watched w(adamw_call::kRemainder, 2 * 1024 + 77);

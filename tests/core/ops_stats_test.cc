@@ -217,8 +217,8 @@ TEST(GradStats, CallsAddUpAndRanksMayAddTheirLimbs) {
   for (int64_t i = 0; i < TX_STATS_LEN; i++)
     all_reduced.SetWord(i, rank0[i] + rank1[i]);
   const tx_tensor grad = None();
-  ASSERT_EQ(tx_grad_stats(1, &grad, all_reduced.tensor(), None(), nullptr, nullptr),
-            TX_OK); /* only propagates carries */
+  /* only propagates carries */
+  ASSERT_EQ(tx_grad_stats(1, &grad, all_reduced.tensor(), None(), nullptr, nullptr), TX_OK);
   EXPECT_EQ(all_reduced.bytes(), together);
 }
 

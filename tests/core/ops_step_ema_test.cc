@@ -109,8 +109,8 @@ TEST_P(EveryRow, AnAverageGoesTowardsTheMasterByTheShareThatDecayLeaves) {
       mean += sign * (a.Average(i) - before[i]);
       moved += sign * (want - before[i]);
     }
-    EXPECT_NEAR(mean / moved, 1.0,
-                kept == EmaFormat::kBf16 ? 0.6 : 0.01); /* the mean is right even for small changes */
+    /* the mean is right even for small changes */
+    EXPECT_NEAR(mean / moved, 1.0, kept == EmaFormat::kBf16 ? 0.6 : 0.01);
   }
 }
 

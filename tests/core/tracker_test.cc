@@ -20,8 +20,8 @@ struct Tracker {
   Tracker(const V &bucket_of, int64_t n_buckets) {
     const auto n = static_cast<int64_t>(bucket_of.size());
     const int64_t bytes = tx_tracker_bytes(n, n_buckets);
-    memory.resize(static_cast<size_t>(bytes) /
-                  sizeof(int64_t));  // exactly as large as needed, so that a sanitizer finds any access past the end
+    // Exactly as large as needed, so that a sanitizer finds any access past the end.
+    memory.resize(static_cast<size_t>(bytes) / sizeof(int64_t));
     tx_error error;
     EXPECT_EQ(tx_tracker_init(memory.data(), bytes, n, bucket_of.data(), n_buckets, &t, &error), TX_OK)
         << error.message;

@@ -1,4 +1,4 @@
-// tx_trades: when two ranks exchange whole buckets instead of shards.
+// tx_trades: when two ranks send each other whole buckets instead of parts whose sums are then gathered.
 #include <gtest/gtest.h>
 
 #include <string>

@@ -166,8 +166,8 @@ TEST_P(Kinds, EachAlone) {
   for (const Asked &asked : alone) {
     Noting noting(asked);
     noting.Add(GetParam(), 1300);
-    noting.AddWith({false, false, false, false, EmaFormat::kNone}, GetParam(),
-                   300); /* no outputs are requested for this one */
+    /* no outputs are requested for this one */
+    noting.AddWith({false, false, false, false, EmaFormat::kNone}, GetParam(), 300);
     noting.Add(GetParam(), 77, 2);
     for (int step = 0; step < 3; step++) {
       noting.pair.NewGradients(static_cast<uint32_t>(step), 1e-2f);
@@ -189,7 +189,7 @@ TEST_P(Kinds, OnAnyGrid) {
   }
 }
 
-// Small steps, of which few change a weight, and large ones, which no bound can represent; over many steps.
+// Small steps, few of which change a weight, and large ones, which the bits of a distance cannot hold; over many steps.
 TEST_P(Kinds, OverStepsOfAnySize) {
   for (const double lr : {0.0, 1e-6, 1e-4, 3e-2, 10.0}) {
     const tx_adamw_group group = {lr, 0.9, 0.999, 1e-8, 0.0, 0, 1};

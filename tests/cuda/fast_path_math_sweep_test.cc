@@ -57,10 +57,11 @@ TEST(QuickMath, RootsBeyondTheRangeShowThatTheyAre) {
 }
 
 // A quotient a / b is the harder to round the closer it is to the middle between two floats. With integers of 24 bits
-// and the middle 2 M + 1: 2^24 a - (2 M + 1) b = n (2^25 a if a < b). The error before the last addition of the
-// sequence is less than that of a quotient with |n| = 7. So for each b this solves for all a with small n. PTX
-// documents an error of at most one unit in the last place for rcp.approx. The sequence is the one that nvcc generates
-// for a division. It fails for one estimate, of the largest mantissa, so the instruction does not return it.
+// and the middle 2 M + 1: 2^24 a - (2 M + 1) b = n (2^25 a if a < b). What the last addition of the sequence rounds has
+// an error below the distance from the middle of a quotient with |n| = 7, so only smaller |n| can be rounded wrongly.
+// For each b this solves for all a with small n. PTX documents an error of at most one unit in the last place for
+// rcp.approx. The sequence is the one that nvcc generates for a division. It fails for one estimate, of the largest
+// mantissa, so the instruction does not return it.
 TEST(QuickMath, AQuotientIsRoundedToNearestFromEveryEstimate) {
   constexpr int kLargest = 7;
   int64_t tried = 0, wrong = 0;

@@ -97,8 +97,8 @@ TEST_P(EveryUpdate, EqualsTheCpuBitForBit) {
         for (int step = 0; step < 3; step++) {
           for (Update *u : {&ours, &theirs}) {
             u->args.weight_rounding = rounding;
-            u->args.on_external_write =
-                step == 0 ? TX_EXTERNAL_IGNORE : external;  // the first step makes the checksums
+            // The first step makes the checksums.
+            u->args.on_external_write = step == 0 ? TX_EXTERNAL_IGNORE : external;
             for (size_t i = 0; i < u->updates.size(); i++)
               u->updates[i].Fill(static_cast<uint32_t>(step) + static_cast<uint32_t>(i));
             if (step == 2) u->Spoil();

@@ -71,5 +71,5 @@ def test_exports_are_exactly_the_public_headers(library: Library) -> None:
 def test_no_library_is_needed_but_libc_and_libm(library: Library) -> None:
     dynamic = run("readelf", "--dynamic", "--wide", str(library.path))
     needed = set(re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic))
-    needed = {name for name in needed if not name.startswith("ld-linux")}  # for thread-local variables
+    needed = {name for name in needed if not name.startswith("ld-linux")}  # libc's loader, for thread-local variables
     assert needed <= {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1"}

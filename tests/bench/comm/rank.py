@@ -66,7 +66,7 @@ class Answer:
     """The findings of one rank in one job, by contender."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)  # of a step, one per round
-    cpu: dict[str, list[float]] = field(default_factory=dict)  # processor seconds of a step, system time included
+    cpu: dict[str, list[float]] = field(default_factory=dict)  # of a step: all threads, user and system time
     sent: dict[str, list[float]] = field(default_factory=dict)  # bytes of a step, as the interface counts them
     wire_bytes: dict[str, int | None] = field(default_factory=dict)  # of the last step, by torch_ext's own count
     errors: dict[str, float] = field(default_factory=dict)  # of the gradient, relative

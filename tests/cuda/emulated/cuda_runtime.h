@@ -72,7 +72,7 @@ struct Ask {
 };
 struct World {
   int devices = 1;
-  int current = 0;  // of the thread that made the world; other threads have device 0 until they choose one
+  int current = 0;  // of the thread that made the world; others have none, which reads as 0, until they choose one
   std::thread::id maker = std::this_thread::get_id();
   uint64_t contexts = 0;       // bit d: device d has a primary context, which costs memory and start-up time
   bool driver_answers = true;  // to questions about contexts
@@ -86,7 +86,7 @@ struct World {
   cudaError_t no_image = cudaSuccess;  // the error of looking up a kernel
   bool capturing = false;              // whether any stream is being captured, in mode "global"
   std::set<const void *> loaded;       // kernels
-  bool late = false;                   // copies are only made when somebody waits for a later event
+  bool late = false;                   // copies are only made when something waits for a later event
   int events = 0;                      // events that exist
   int spinning_events = 0;             // events for which a waiting thread spins
   int launches = 0;
