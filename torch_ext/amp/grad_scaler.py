@@ -28,9 +28,9 @@ class GradScaler(torch.amp.GradScaler):
     all-reduce over `process_group`, so that all its ranks skip the same steps. If a gradient is not finite,
     `optimizer.step` is not called: no counter, hook or average sees the step.
 
-    Optimizers of torch_ext unscale within their step. torch rejects `unscale_` of fp16 gradients, because they would
-    underflow; here it leaves them scaled if the optimizer is one of torch_ext, whose step and clip_grad_norm_ take the
-    scale into account. Writing to such gradients before the step is an error.
+    Optimizers of torch_ext without fused=False unscale within their step. torch rejects `unscale_` of fp16 gradients,
+    because they would underflow; here it leaves them scaled for such an optimizer, whose step and clip_grad_norm_ take
+    the scale into account. Writing to such gradients before the step is an error.
 
     policy: of `load_policy`; its initial_loss_scale, min_loss_scale, loss_scale_growth_factor,
         loss_scale_backoff_factor, loss_scale_window (steps) and hysteresis (overflows) are this scale's.

@@ -46,8 +46,8 @@ class Muon(Adam):
     Then arguments beyond torch's, by keyword only:
 
     ns: "standard" iterates on the matrix; "gram" on its Gram matrix of the smaller dimension. That takes fewer
-        operations for elongated matrices (5/9 for 4:1) and more for square ones. "auto": whichever takes fewer for each
-        matrix. Both compute the same function of the matrix, except for rounding.
+        operations for rectangular matrices (5/9 for 4:1) and more for square ones. "auto": whichever takes fewer for
+        each matrix. Both compute the same function of the matrix, except for rounding.
     ns_dtype: the dtype of the products, torch.float32 or torch.bfloat16. None: the one in which this processor
         multiplies faster, measured once, in the first step; the choice is stored in the groups, and so in the
         state_dict. torch.optim.Muon uses bf16.
