@@ -303,7 +303,7 @@ class AdamW(Adam):
         step makes of the weights, as torch.optim.swa_utils.AveragedModel's does. `ema_weights()` swaps it into the
         model, `ema_state_dict()` returns it; it is in state_dict() as "ema_param".
     ema_dtype: torch.bfloat16 with dithered rounding; "24bit", which has 8 more bits; or torch.float32. 2, 3 or 4 bytes
-        per parameter. Without ema_decay a value other than the default is rejected, and so it is for ema_every.
+        per parameter. Without ema_decay, values of ema_dtype and ema_every other than the defaults are rejected.
     ema_every: updates the average only in every so many steps of a parameter (steps in which it has a gradient);
         ema_decay is not adjusted.
     """
