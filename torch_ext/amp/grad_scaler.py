@@ -24,18 +24,18 @@ class GradScaler(torch.amp.GradScaler):
         scaler.step(optimizer)
         scaler.update()
 
-    Where torch.distributed is initialised, `unscale_` (or `step`, where it was not called) is collective: one
+    Where torch.distributed is initialised, `unscale_` (or `step`, if `unscale_` was not called) is collective: one
     all-reduce over `process_group`, so that all its ranks skip the same steps. If a gradient is not finite,
     `optimizer.step` is not called: no counter, hook or average sees the step.
 
-    Optimizers of torch_ext unscale within their step. torch rejects `unscale_` of fp16 gradients, because they would
-    underflow; here it leaves them scaled if the optimizer is one of torch_ext, whose step and clip_grad_norm_ take the
-    scale into account. Writing to such gradients before the step is an error.
+    Optimizers of torch_ext without fused=False unscale within their step. torch rejects `unscale_` of fp16 gradients,
+    because they would underflow; here it leaves them scaled for such an optimizer, whose step and clip_grad_norm_ take
+    the scale into account. Writing to such gradients before the step is an error.
 
-    policy: of `load_policy`; its initial_loss_scale, min_loss_scale, loss_scale_growth_factor,
+    policy: what `load_policy` returns; its initial_loss_scale, min_loss_scale, loss_scale_growth_factor,
         loss_scale_backoff_factor, loss_scale_window (steps) and hysteresis (overflows) are this scale's.
     device: type of the device that losses and gradients are on: "cpu" or "cuda".
-    process_group: of the ranks that skip the same steps; None: the default group, where there is one.
+    process_group: the ranks that skip the same steps; None: the default group, where there is one.
 
     Frameworks that make their own scaler take this one: Lightning by MixedPrecision(..., scaler=scaler), Accelerate by
     `accelerator.scaler = scaler` before `prepare`.

@@ -58,7 +58,7 @@ class Visit:
         """Counts a skipped step, and marks the optimizer as if its step had been called."""
         if isinstance(self._optimizer, Adam):
             self._optimizer._states.counts[0, 0] += 1
-        # LR schedulers warn if this is not set, because they would have been called before the optimizer.
+        # LR schedulers warn where this is not set, as if they had been called before the optimizer.
         self._optimizer._opt_called = True
 
     def release(self) -> None:

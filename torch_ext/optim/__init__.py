@@ -1,1 +1,1 @@
-"""AdamW and Adam: one fused step over parameters in the dtypes of a policy."""
+"""AdamW, Adam and Muon, for parameters in the dtypes of a policy."""

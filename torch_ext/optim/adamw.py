@@ -111,8 +111,8 @@ class Adam(MeasuringOptimizer):
 
     @of_the_innermost
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops all gradients, as torch's zero_grad does, and sharded ones too. Also drops a clip coefficient that no
-        step has applied yet."""
+        """Sets all gradients to None or zero, as torch's zero_grad does, sharded ones included. Also drops a clip
+        coefficient that no step has applied yet."""
         self._stepper.drop_gradients()
         self._stepper.unfinished.forget()
         super().zero_grad(set_to_none)
@@ -303,7 +303,7 @@ class AdamW(Adam):
         step makes of the weights, as torch.optim.swa_utils.AveragedModel's does. `ema_weights()` swaps it into the
         model, `ema_state_dict()` returns it; it is in state_dict() as "ema_param".
     ema_dtype: torch.bfloat16 with dithered rounding; "24bit", which has 8 more bits; or torch.float32. 2, 3 or 4 bytes
-        per parameter. Without ema_decay a value other than the default is rejected, and so it is for ema_every.
+        per parameter. Without ema_decay, values of ema_dtype and ema_every other than the defaults are rejected.
     ema_every: updates the average only in every so many steps of a parameter (steps in which it has a gradient);
         ema_decay is not adjusted.
     """
@@ -318,7 +318,7 @@ class AdamW(Adam):
 class AdamW8bit(AdamW):
     """AdamW with states="8bit", under the name that bitsandbytes and torchao use. The other arguments are AdamW's.
 
-    bf16 models keep 16-bit remainders beside their 8-bit moments, so that small updates are not lost: 8.02 bytes per
+    bf16 models keep 16-bit remainders as well as 8-bit moments, so that small updates are not lost: 8.02 bytes per
     parameter, weight and gradient included. min_8bit_size is 0 unless it is given (bitsandbytes': 4096).
     """
 

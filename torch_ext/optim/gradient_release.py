@@ -33,7 +33,7 @@ _FLUSH_NUMEL = 1 << 18
 _ON = "step_in_backward=True"
 _HOW_TO_GO_ON = "load a checkpoint, or call zero_grad(), which keeps what was stepped and drops the other gradients"
 
-# By id of a parameter: the parameter, and the GradientRelease that steps it in backward.
+# By id of a parameter: weak references to the parameter, and to the GradientRelease that steps it in backward.
 _releases: "dict[int, tuple[weakref.ref[Tensor], weakref.ref[GradientRelease]]]" = {}
 
 
@@ -67,7 +67,7 @@ class GradientRelease:
     def _clear(self) -> None:
         self._stepped: list[Tensor] = []
         self._pending: list[Tensor] = []
-        self._seen: set[int] = set()  # ids of the parameters in both lists
+        self._seen: set[int] = set()  # ids of the parameters in `_stepped` and `_pending`
         self._numel = 0
         self._backward_done = False
         self._running_backwards: dict[int, weakref.ref[BackwardEnd]] = {}  # by graph task

@@ -36,9 +36,9 @@ class SavedOptimizer(torch.optim.Optimizer):
 
         The tensors are logical: 8-bit and 16-bit scaled moments are decoded, masters reconstructed. A tensor that is
         stored in its logical form is returned itself. Any other is decoded when it is read; until then it changes with
-        the training. Missing state is created as zeros, which changes no weight and no step count. An in-place write to
-        these tensors, as by torch.distributed.checkpoint.load, changes the optimizer's state, as `load_state_dict` with
-        them would. It changes no weight, so load the model as well.
+        the training. Missing state is created (moments are zero, a master is its weight), which changes no weight and
+        no step count. An in-place write to these tensors, as by torch.distributed.checkpoint.load, changes the
+        optimizer's state, as `load_state_dict` with them would. It changes no weight, so load the model as well.
 
         Never collective. The state of a DTensor is DTensors. Where parameters are cut over the ranks (strategies optim
         and optim_grads) tensors have the parameter's shape, but this rank's part of the elements only.

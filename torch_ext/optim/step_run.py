@@ -48,7 +48,8 @@ class StepRun:
 
     def run(self, in_backward: StepInBackward, lay_out: bool) -> None:
         """Steps everything that `in_backward` has not stepped, and all-gathers weights. lay_out: expect gradients in
-        any memory order. Raises ArgumentsRefused where nothing was written, RuntimeError where something was."""
+        any memory order. Raises ArgumentsRefused where the operator rejects its arguments and nothing was written,
+        another RuntimeError for any other failure."""
         plan = self._plan
         not_stepped: NotStepped | None = None
         try:

@@ -81,8 +81,8 @@ class HostPlan:
         return self._of
 
     def stale(self) -> list[ParamState]:
-        """Returns the members with an fp32 master whose weight was modified outside the optimizer, as the sample shows
-        that `begin` has requested."""
+        """Returns the members with an fp32 master whose weight was modified outside the optimizer, by the sample that
+        `begin` has requested."""
         return self._sample.stale()
 
     def begin(

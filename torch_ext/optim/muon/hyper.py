@@ -114,8 +114,8 @@ def dtype_name(ns_dtype: Any) -> str | None:
 
 
 def adamw_defaults(given: Mapping[str, Any] | None, lr: Any, policy: Policy) -> dict[str, Any]:
-    """Returns the argument `adamw` as keys of a group; what it lacks comes from the policy or torch's defaults. lr:
-    Muon's, to which AdamW's lr keeps its ratio."""
+    """Returns the argument `adamw` as keys of a group. betas and eps that it lacks come from the policy or torch's
+    defaults; lr and weight_decay that it lacks are Muon's. lr: Muon's, to which AdamW's lr keeps its ratio."""
     if given is not None and not isinstance(given, Mapping):
         raise TypeError(f"adamw is a {type(given).__name__}; a mapping of {', '.join(_ADAMW)} is legal")
     given = dict(given or {})

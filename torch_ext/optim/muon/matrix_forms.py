@@ -63,7 +63,7 @@ class Chooser:
         self, of_adamw: Kept | Iterable[Kept], split: Mapping[str, Split] | None, model: nn.Module | None
     ) -> None:
         """of_adamw: matrices that AdamW updates. split: pattern of names -> number of equal parts, or the rows of each
-        part. model: given if known; its output layer is left to AdamW."""
+        part. model: its output layer is left to AdamW; None if the model is not known."""
         self._given = Selection(of_adamw, "adamw_params")
         self._heads = Selection(_heads(model), "adamw_params")
         if split is not None and not isinstance(split, Mapping):

@@ -73,8 +73,8 @@ class MatrixStep:
         self._averaging = optimizer.averaging.decay, optimizer.averaging.every
 
     def check_gradients(self, grads: Sequence[Tensor], found_inf: Tensor) -> None:
-        """Raises RuntimeError for illegal gradients, and for non-finite ones unless `found_inf` already says whether
-        there are any. Called once per step, before anything is written. Collective if matrices are sharded."""
+        """Raises RuntimeError for illegal gradients. If `found_inf` is empty, also for non-finite ones, on every rank;
+        that is collective if matrices are sharded. Called once per step, before anything is written."""
         for m, grad in zip(self._members, grads, strict=True):
             refuse_grad(m.state, grad)
         if found_inf.numel():
@@ -101,8 +101,8 @@ class MatrixStep:
         on_external_write: str,
     ) -> "MatrixRun":
         """Makes all remaining checks and returns the run. Raises RuntimeError or MemoryError, naming the parameter,
-        before anything is written. shared: seed, moment_rounding, weight_rounding. scalars: grad_scale, clip_coef,
-        found_inf."""
+        before anything is written. The first call is collective. shared: seed, moment_rounding, weight_rounding.
+        scalars: grad_scale, clip_coef, found_inf."""
         grad_scale, clip_coef, found_inf = scalars
         skipped = found_inf.numel() > 0 and float(found_inf) != 0
         if on_external_write == "error":
@@ -117,7 +117,7 @@ class MatrixStep:
 
     def _check_groups(self) -> None:
         """Raises ValueError or TypeError if a group's hyper-parameters were changed to illegal values. Replaces an
-        `ns_dtype` of None by the measured one."""
+        `ns_dtype` of None by the measured one, which is collective."""
         for index, group in {m.state.group: m.group for m in self._members}.items():
             if group["ns_dtype"] is None:
                 group["ns_dtype"] = self._faster_dtype()

@@ -46,13 +46,14 @@ class Muon(Adam):
     Then arguments beyond torch's, by keyword only:
 
     ns: "standard" iterates on the matrix; "gram" on its Gram matrix of the smaller dimension. That takes fewer
-        operations for elongated matrices (5/9 for 4:1) and more for square ones. "auto": whichever takes fewer for each
-        matrix. Both compute the same function of the matrix, except for rounding.
+        operations for rectangular matrices (5/9 for 4:1) and more for square ones. "auto": whichever takes fewer for
+        each matrix. Both compute the same function of the matrix, except for rounding.
     ns_dtype: the dtype of the products, torch.float32 or torch.bfloat16. None: the one in which this processor
         multiplies faster, measured once, in the first step; the choice is stored in the groups, and so in the
         state_dict. torch.optim.Muon uses bf16.
-    adamw: hyper-parameters of AdamW that differ from the above: {"lr", "betas", "eps", "weight_decay"}. Under
-        schedulers its lr keeps its ratio to the group's lr. Not for groups with algorithm="adamw".
+    adamw: hyper-parameters of AdamW: {"lr", "betas", "eps", "weight_decay"}. lr and weight_decay default to those
+        above, betas and eps to torch_ext.AdamW's. Under schedulers its lr keeps its ratio to the group's lr. Not for
+        groups with algorithm="adamw".
     adamw_params: matrices that AdamW updates: names (of parameters, or of modules that contain them; *, ? and [] as in
         file names), modules, or types of modules; one, or several in a list.
     split: name or pattern -> parts, for weights in which several matrices are stacked by rows (fused query, key and

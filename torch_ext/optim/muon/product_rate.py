@@ -13,8 +13,8 @@ _REPEATS = 4
 
 @functools.cache
 def faster_dtype(device: torch.device) -> str:
-    """Returns the name (of NS_DTYPES) of the faster dtype, measured once; fp32, which is more exact, if bf16 takes more
-    than 0.9 of fp32's time."""
+    """Returns the name (of NS_DTYPES) of the faster dtype, measured once; fp32, which is more exact, if bf16 takes at
+    least 0.9 of fp32's time."""
     seconds = dict.fromkeys(NS_DTYPES, float("inf"))
     for _ in range(_REPEATS):  # interleaved, so that other load on the machine affects both dtypes
         for name, dtype in NS_DTYPES.items():

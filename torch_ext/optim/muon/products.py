@@ -70,9 +70,9 @@ class Products:
         self._threads, self._reserved_for = threads, required
 
     def windows(self, members: Sequence[MatrixMember]) -> Iterator[list[MatrixMember]]:
-        """Divides members that no other rank shares into windows, whose momentum is computed together. A window has
-        enough matrices for every lane, and members with most operations come first, so that all lanes end at about the
-        same time."""
+        """Divides members that no other rank shares into windows; the momentum of a window is computed together. A
+        window has enough matrices for every lane, and members with most operations come first, so that all lanes end at
+        about the same time."""
         window: list[MatrixMember] = []
         for m in sorted(members, key=lambda m: -max(m.operations())):
             most = self._window_size(m) if self._in_lanes(m) else 1
@@ -96,7 +96,7 @@ class Products:
     def orthogonalise(self, parts: Iterable[Part], per_lane: int = 1) -> Iterator[tuple[Part, Exception | None]]:
         """Orthogonalises the parts in place. Yields each part, with None or why it failed: NonFiniteProducts, or the
         error of the products. Lazy: when a result is asked for, takes the next batch of parts, which are as many as
-        there are lanes, times per_lane."""
+        there are lanes, times per_lane if they are multiplied in place."""
         batch: list[Part] = []
         for part in parts:
             lanes = len(self._memory[part.member.ns_dtype].workspaces) if self._uses_lane(part) else 1
@@ -128,7 +128,7 @@ class Products:
         return newton_schulz.Task(x.view(m.rows, m.columns), norm_of(x), part.member.iteration(), self._uses_lane(part))
 
     def _window_size(self, member: MatrixMember) -> int:
-        """Returns how many matrices a window of this dtype has, so that every lane gets MUON_PER_LANE of them."""
+        """Returns the number of matrices that fills a window of this dtype: MUON_PER_LANE for every lane."""
         return len(self._memory[member.ns_dtype].workspaces) * constants.MUON_PER_LANE
 
     def _uses_lane(self, part: Part) -> bool:

@@ -37,7 +37,8 @@ def scaled_of(t: Tensor) -> Scaled | None:
 
 
 def _blocks(source: EncodedState, begin: int, end: int, numel: int) -> Scaled | None:
-    """Returns the blocks that hold elements [begin, end). None where these are more than the `numel` wanted ones."""
+    """Returns the blocks that hold elements [begin, end). None where the state is not block-scaled, the range is empty,
+    or it has other elements than the `numel` wanted ones."""
     if source.key not in FORMATS or end - begin != numel or begin == end:
         return None
     first, last = begin // constants.BLOCK, -(-end // constants.BLOCK)

@@ -146,7 +146,8 @@ def _refuse_conversions(converted: Iterable[tuple[str, Tensor, Tensor]]) -> None
 
 
 def _swaps(m: "ParamState") -> bool:
-    """Whether the parameter itself becomes its master inside the block. It does not if this rank steps a part of it."""
+    """Whether the parameter itself becomes its master inside the block: not if it is a DTensor, or if this rank steps a
+    part of it."""
     return m.kinds.master is not None and m.weight is m.param
 
 

@@ -101,8 +101,8 @@ def missing_in(state_dict: Mapping[str, Any], saved: Mapping[str, Any]) -> Missi
 
 
 def _name(entry: str, root: str, state_dict: Mapping[str, Any]) -> str | None:
-    """Returns the name of the parameter to which an entry of a state belongs. entry: its name or its position. None
-    where the name is not known."""
+    """Returns the name of the parameter to which an entry of a state belongs. entry: the parameter's name or position.
+    None where the name is not known."""
     if not entry.isdecimal():
         return entry
     names: list[str] = []
