@@ -1,8 +1,8 @@
 /* Detects external writes to weights that have fp32 masters, in the step's own launch.
  *
- * If one sample's checksum of a parameter differs, all of its masters have to be compared with its weights
- * (tx_external_write). So every sample has to be compared before the first element is stepped. Such
- * parameters are called suspects.
+ * A parameter is called a suspect if the checksum of one of its samples differs. All of a suspect's masters have to be
+ * compared with its weights (tx_external_write). So every sample has to be compared before the first element is
+ * stepped.
  *
  * Blocks claim pieces of the samples until there are none left, and then wait until all claimed pieces are done. A
  * block that claimed a piece is running and waits for no other block until the piece is done. So the wait ends even if

@@ -35,8 +35,8 @@ TX_FN int64_t tx_table_tiles(const reduction<CHUNKS> &r) {
   return tx_tiles(r.numel, TX_ROUND);
 }
 
-/* sum: of elements [first, first + count) of all chunks, in the order of the ranks. The first chunk is copied, since 0
- * + -0 would be +0. */
+/* sum: of elements [first, first + count) of all chunks, in the order of the ranks. The first chunk is copied, since
+ * 0 + -0 would be +0. */
 template <tx_dtype DTYPE, bool SCALED, int32_t CHUNKS>
 __device__ __forceinline__ void add_chunks(float (&sum)[TX_VECTOR], const reduction<CHUNKS> &r, int64_t first,
                                            int32_t count) {

@@ -32,8 +32,8 @@ bool tx_external_has_any(const tx_external_lists &lists, tx_dtype master);
  * (TX_CHECKSUM_RENEW) renews the checksums. */
 tx_status tx_external_compare_samples(const tx_cuda_scope *scope, const tx_external_lists &lists,
                                       const tx_external_notes *notes, int32_t mode, tx_error *error);
-/* Processes the checksums of weights with remainders. counts: int64, added to; one for each parameter [n], or (each =
- * 0) one for all; NULL: not wanted. */
+/* Processes the checksums of weights with remainders. counts: int64, added to; one for each parameter [n], or
+ * (each = 0) one for all; NULL: not wanted. */
 tx_status tx_external_compare_remainders(const tx_cuda_scope *scope, const tx_external_lists &lists,
                                          unsigned long long *counts, int32_t each, int32_t mode, tx_error *error);
 

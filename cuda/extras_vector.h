@@ -7,8 +7,8 @@
 #include "cuda/extras_ema.h"
 #include "cuda/extras_health.h"
 
-/* Weights `before` become `now`. written: whether the block's weights were written externally. ema_weight: 1 -
- * ema_decay. Every lane of the warp has to call it. */
+/* Weights `before` become `now`. written: whether the block's weights were written externally. ema_weight:
+ * 1 - ema_decay. Every lane of the warp has to call it. */
 static __device__ __forceinline__ void tx_leave_vector(const tx_entry_extras &x, const tx_lane_elements &here,
                                                        const tx_ema_turn &turn, float ema_weight, bool written,
                                                        const tx_vector_weights &before, const tx_vector_weights &now,

@@ -20,7 +20,7 @@ TX_FN int64_t tx_tiles(int64_t numel, int64_t tile) {
 }
 
 /* The tensor that tile `number` belongs to: the last i with first_tile[i] <= number. first_tile: n + 1 ascending
- * numbers, of which the last is the number of all tiles, which `number` is below. Tensors without elements have no
+ * numbers; the last one is the number of all tiles, and `number` is less than that. Tensors without elements have no
  * tiles. */
 TX_FN int32_t tx_tensor_of_tile(const int64_t *first_tile, int32_t n, int64_t number) {
   int32_t low = 0, high = n;

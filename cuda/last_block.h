@@ -2,11 +2,11 @@
  * are done. It takes no second launch, no memory of the caller's and no waiting on the host.
  *
  * Each launch takes a ticket: a counter of finished blocks, which the last block resets to 0. Tickets come from a ring,
- * so a kernel must have finished before its ticket is used again. Eager launches: a ticket is reused after TX_TICKETS -
- * 1 other launches from the same .cu file. That is as many as a device queues, so a ticket could only meet itself if
- * one stream fell that far behind another one. Captured launches have a ring of their own, since a graph keeps its
- * tickets for ever. Two of more than TX_CAPTURED_TICKETS captured launches may share a ticket, and so do two instances
- * of one captured graph; these must not run at the same time. */
+ * so a kernel must have finished before its ticket is used again. Eager launches: a ticket is reused after
+ * TX_TICKETS - 1 other launches from the same .cu file. That is as many as a device queues, so a ticket could only meet
+ * itself if one stream fell that far behind another one. Captured launches have a ring of their own, since a graph
+ * never gives its tickets back. Two of more than TX_CAPTURED_TICKETS captured launches may share a ticket, and so do
+ * two instances of one captured graph; these must not run at the same time. */
 #ifndef TX_CUDA_LAST_BLOCK_H
 #define TX_CUDA_LAST_BLOCK_H
 

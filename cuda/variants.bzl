@@ -37,7 +37,7 @@ def cuda_variants(name, srcs, varied, hdrs, deps):
       name: of them all, and their folder.
       srcs: .cu files, all of them.
       varied: those that the defines are for; the others are compiled once.
-      hdrs: what they include beside deps.
+      hdrs: what they include in addition to deps.
       deps: as of the library.
     """
     tags = ["manual"]

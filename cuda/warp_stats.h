@@ -70,9 +70,9 @@ static __device__ __forceinline__ void tx_fold_halves(double (&kept)[N], const d
 /* -- a block in 16 lanes, TX_VECTOR elements in each ----------------------------------------------------------------
  *
  * The tree's first folds, of elements 64, 32 and 16 apart, are exchanges with the lanes 8, 4 and 2 away. Each lane
- * keeps half of the values of both and adds them up. After that a lane l has one of 16 partial sums, number 8 (l % 2) +
- * k with k = l / 2 (bits 3, 2, 1 of the lane are bits 2, 1, 0 of k). The folds 8, 4, 2 and 1 apart are between lanes
- * that differ in bits 0, 3, 2 and 1. */
+ * keeps half of the values of both and adds them up. After that a lane l has one of 16 partial sums, number
+ * 8 (l % 2) + k with k = l / 2 (bits 3, 2, 1 of the lane are bits 2, 1, 0 of k). The folds 8, 4, 2 and 1 apart are
+ * between lanes that differ in bits 0, 3, 2 and 1. */
 
 /* The block's sum of squares, in all its lanes. x is 0 beyond the tensor's end. Every lane of the warp has to call
  * it. */

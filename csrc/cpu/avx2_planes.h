@@ -37,8 +37,8 @@ TX_FN __m256i tx_avx2_rans_quotient(__m256i x, __m256i factor, __m256i shift) {
   return _mm256_srli_epi32(_mm256_blend_epi32(even, odd, 0xaa), 11);
 }
 
-/* Encodes one symbol into each of a vector of states. Returns how many words were output, to `to`. States and freq <<
- * TX_RANS_ROOM are below 2^31, so signed comparisons are right. */
+/* Encodes one symbol into each of a vector of states. Returns how many words were output, to `to`. States and
+ * freq << TX_RANS_ROOM are below 2^31, so signed comparisons are right. */
 TX_FN int32_t tx_avx2_rans_put(const tx_rans_encoder *encoder, const tx_avx2_moves *moves, __m256i symbols,
                                __m256i *states, uint8_t *to) {
   const __m256i parts = _mm256_i32gather_epi32((const int *)encoder->parts, symbols, 4);

@@ -22,7 +22,7 @@ static __attribute__((noinline)) void tx_avx512_weights_again(const tx_adamw_con
                                                               tx_avx512_moment_tile tile, const tx_avx512_kept *kept,
                                                               tx_dtype master) {
   for (int32_t i = 0; master == TX_F32 && i < TX_BLOCK; i++)
-    tx_store(s.param, i, TX_BF16, tx_load(s.master, i, TX_F32)); /* already stepped; NaN is rounded anew */
+    tx_store(s.param, i, TX_BF16, tx_load(s.master, i, TX_F32)); /* already stepped; redone for NaN */
   if (master == TX_F32) return;
   memcpy(s.param, kept->param, sizeof kept->param);
   memcpy(s.master, kept->remainder, sizeof kept->remainder);
@@ -51,9 +51,8 @@ TX_FN void tx_avx512_block_weights(const tx_adamw_constants *c, const tx_avx512_
   tx_avx512_found found = tx_avx512_found_begin(s.measured, finds);
   tx_avx512_averages averaged = tx_avx512_averages_begin();
   tx_avx512_kept kept;
-  __asm__(""
-          : "+r"(s.param)); /* else gcc puts both pointers into one vector, which waits for the same ports as the
-                             * rest */
+  /* Without this gcc puts both pointers into one vector, which waits for the same ports as the rest. */
+  __asm__("" : "+r"(s.param));
 #pragma GCC unroll 4
   for (int32_t run = 0; run < TX_BLOCK / 32; run++) {
     const tx_avx512_moment_tile further = tx_avx512_moments_on(tile, 16 * (run + 1));

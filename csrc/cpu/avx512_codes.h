@@ -6,8 +6,8 @@
 #include "csrc/cpu/avx512_moments.h"
 #include "csrc/cpu/avx512_ramp.h"
 
-/* The largest lane of each of eight vectors: that of a[i] in lane 4 * i of the result, that of b[i] in lane 4 * i +
- * 2. */
+/* The largest lane of each of eight vectors: that of a[i] in lane 4 * i of the result, that of b[i] in lane
+ * 4 * i + 2. */
 TX_FN __m512i tx_avx512_halves(__m512i a, __m512i b) {
   return _mm512_max_epu32(_mm512_shuffle_i64x2(a, b, 0x44), _mm512_shuffle_i64x2(a, b, 0xee));
 }

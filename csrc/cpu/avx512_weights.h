@@ -62,7 +62,7 @@ TX_FN tx_avx512_moment_tile tx_avx512_moments_on(tx_avx512_moment_tile t, int32_
 /* The rare patterns that were met. Ties are recorded by the functions that step weights, NaN by their callers. */
 typedef struct tx_avx512_watch {
   __mmask32 untied;   /* cleared for remainders that were -32768, as read or as written */
-  __mmask16 ordinary; /* cleared for masters that were NaN, as are those with another sign than their weight */
+  __mmask16 ordinary; /* cleared for NaN masters; a master with another sign than its weight has a NaN's pattern */
 } tx_avx512_watch;
 
 TX_FN tx_avx512_watch tx_avx512_watch_begin(void) {

@@ -22,9 +22,9 @@ typedef uint32_t (*tx_planes_sum_loop)(const uint8_t *bytes, int64_t n);
 #define TX_RANS_ROW_BYTES (2 * TX_RANS_LANES + 32)
 typedef uint8_t *(*tx_rans_encode_loop)(const tx_rans_encoder *encoder, uint32_t *states, const uint8_t *symbols,
                                         int64_t n, uint8_t *to, const uint8_t *limit);
-/* Decodes n symbols from the words and the states that encoding ended with, each in [TX_RANS_LEAST, TX_RANS_LEAST <<
- * 16). Reads up to 32 bytes from `end` on, too, without using them. Returns 0 if the words and states are not those of
- * n symbols. */
+/* Decodes n symbols from the words and the states that encoding ended with, each in
+ * [TX_RANS_LEAST, TX_RANS_LEAST << 16). Reads up to 32 bytes from `end` on, too, without using them. Returns 0 if the
+ * words and states are not those of n symbols. */
 typedef int (*tx_rans_decode_loop)(const tx_rans_decoder *decoder, uint32_t *states, const uint8_t *begin,
                                    const uint8_t *end, int64_t n, uint8_t *symbols);
 

@@ -128,8 +128,8 @@ TX_FN int tx_step_pair_moments(tx_adamw_constants c, tx_step_streams s, int32_t 
       tx_store_lanes(s.exp_avg_sq, at + i, moment, v);
     }
   }
-  /* A number that is too large has all the upper bits of the exponent set. In nearly every tile, the or of all numbers
-   * has not, so that none is too large. */
+  /* A number that is too large has all the upper bits of the exponent set. In nearly every tile some of these bits are
+   * not set in any number, so none is too large. */
   if (moment != TX_BF16 || __builtin_expect(!tx_any_has(set, 0x7f000000u), 1)) return 1;
   return tx_tile_is_ordinary(tile, pairs);
 }

@@ -1,6 +1,6 @@
 /* Stores that bypass the caches. An ordinary store to a line that was not read makes the processor read that line
- * first; a whole line stored this way is not read. For data that would have left the caches anyway before it is read
- * again. */
+ * first; a whole line stored this way is not read. Meant for data that would have left the caches anyway before it is
+ * read again. */
 #ifndef TX_CPU_STREAM_STORE_H
 #define TX_CPU_STREAM_STORE_H
 

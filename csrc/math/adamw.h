@@ -24,7 +24,8 @@
  * state finite, whatever finite values the states have: m' is between m and g, and v' between v and g^2 (rounding is
  * monotone and the smaller weight is <= 1/2). g^2 <= tx_adamw_grad_limit()^2 is below the largest number of every
  * format of v. |g - m| rounds to at most the largest fp32 number, because tx_adamw_grad_limit() is less than half an
- * ulp of that. An Inf or NaN gradient makes m' and v' Inf (NaN if the state was not finite either) and p' NaN. */
+ * ulp of that. A NaN gradient makes m', v' and p' NaN. An Inf gradient makes p' NaN, and m' and v' Inf; or NaN, where
+ * the old value was not finite either or the average starts from the gradient (beta < 1/2). */
 #ifndef TX_MATH_ADAMW_H
 #define TX_MATH_ADAMW_H
 
@@ -33,8 +34,8 @@
 #include "csrc/math/numeric.h"
 #include "csrc/torch_ext.h"
 
-/* The largest |g|: 31 * 2^59, about 1.8e19, which is also the largest sqrt(v) that has an e4m4 code. Its square, 961 *
- * 2^118, is exact and less than the largest bf16 number and the square of the largest fp16 code. */
+/* The largest |g|: 31 * 2^59, about 1.8e19, which is also the largest sqrt(v) that has an e4m4 code. Its square,
+ * 961 * 2^118, is exact and less than the largest bf16 number and the square of the largest fp16 code. */
 #define TX_ADAMW_GRAD_LIMIT_BITS 0x5f780000u
 TX_FN float tx_adamw_grad_limit(void) {
   return tx_f32_from_bits(TX_ADAMW_GRAD_LIMIT_BITS);
@@ -52,8 +53,8 @@ TX_FN tx_average tx_average_from_beta(double beta) {
   return a;
 }
 
-/* old, added >= 0 give a result >= 0: rounding is monotone, so fl(to - from) >= -from, its product with a weight in [0,
- * 1] is >= -from too, and `from` plus that is >= 0. */
+/* old, added >= 0 give a result >= 0: rounding is monotone, so fl(to - from) >= -from, its product with a weight in
+ * [0, 1] is >= -from too, and `from` plus that is >= 0. */
 TX_FN float tx_averaged(tx_average a, float old, float added) {
   const float from = a.from_new ? added : old;
   const float to = a.from_new ? old : added;

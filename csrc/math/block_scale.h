@@ -7,7 +7,8 @@
  *     decoded block again gives the same bytes, with any rounding.
  *   - With min_exponent, a code's least normal value is a normal fp32; so is its square, in formats that store sqrt(v).
  *   - A block with a NaN, an Inf or a value above MAX * 2^max_exponent has scale 255 and codes 0. All of it decodes to
- *     NaN, so that the loss shows. That limit is above 0.43 of the largest fp32 (0.87 of its root in a sqrt format).
+ *     NaN, so that the failure is not silent. That limit is above 0.43 of the largest fp32 (0.87 of its root in a sqrt
+ *     format).
  *   - A block of zeros has scale 0 and codes 0. So has a signed block in which no magnitude reaches the least code at
  *     min_exponent (2^-128 for e4m3, 2^-129 for e3m4, 2^-135 for fp16).
  *   - A positive sqrt(v) gets at least the least code, never 0: a v flushed to 0 would make the step huge. A signed
@@ -148,8 +149,8 @@ TX_FN uint32_t tx_block_code(tx_block_format f, tx_block_plan plan, float x, int
   return (f.sign_bit == 0u && (int32_t)code < (int32_t)least ? least : code) & plan.keep;
 }
 
-/* 2^mantissa_bits (the exponent's unit) if the block's codes are to be doubled because the largest is MAX/2's, else
- * 0. */
+/* 2^mantissa_bits (the exponent's unit) if the block's codes are to be doubled because the largest is MAX/2's; 0 if
+ * not. */
 TX_FN uint32_t tx_block_doubling(tx_block_format f, tx_block_plan plan, uint32_t largest_code) {
   const uint32_t one = 1u << f.element.mantissa_bits;
   return largest_code == f.element.max_code - one && plan.exponent > f.min_exponent ? one : 0u;

@@ -58,7 +58,7 @@ typedef struct tx_bit_window {
   const uint8_t *data;
   uint64_t bytes;
   uint64_t byte; /* index of the next byte to load */
-  uint64_t bits; /* the next n bits; above them, nothing but bits that follow these in the data */
+  uint64_t bits; /* the next n bits; above them, 0 or bits that follow these in the data */
   int32_t n;
 } tx_bit_window;
 

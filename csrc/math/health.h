@@ -1,5 +1,5 @@
-/* Sums that a step with health measurement (opt.measure_health) collects for a parameter. They are integers, so no
- * thread, chunk or rank changes a bit.
+/* Sums that a step with health measurement (opt.measure_health) collects for a parameter. They are integers, so that
+ * no bit depends on how elements are divided into threads, chunks and ranks.
  *
  * A row has TX_HEALTH_LEN integers: the sum of squares of updates and that of weights, each in TX_HEALTH_BINS bins;
  * counts; the largest weight. A block's sum of squares is an fp32 with a 24-bit mantissa. It is added to the bin of its
@@ -20,7 +20,7 @@ enum {
   TX_HEALTH_BELOW,                      /* updates below half an ulp of their weight */
   TX_HEALTH_ELEMENTS,
   TX_HEALTH_NOT_FINITE, /* blocks whose sums are not finite; they are in no bin */
-  TX_HEALTH_LARGEST     /* the fp32 pattern of the largest weight: ranks take the maximum, not the sum */
+  TX_HEALTH_LARGEST     /* the fp32 pattern of the largest weight: combined by maximum, not by sum */
 };
 
 /* sum + x * x, rounded once; sum >= 0. */

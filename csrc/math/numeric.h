@@ -124,8 +124,8 @@ TX_FN uint32_t tx_small_nearest(tx_small_float f, float x) {
   return x < least_normal ? fixed : floating;
 }
 
-/* The fp32 patterns of the codes of f times 2^k. From least_normal on, a value's pattern is (code << (23 -
- * mantissa_bits)) + rebase. Legal: 1 - f.bias + k in [-126, 127]. */
+/* The fp32 patterns of the codes of f times 2^k. From least_normal on, a value's pattern is
+ * (code << (23 - mantissa_bits)) + rebase. Legal: 1 - f.bias + k in [-126, 127]. */
 typedef struct tx_small_place {
   uint32_t rebase;
   float least_normal;

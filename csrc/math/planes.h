@@ -28,8 +28,8 @@
 /* Tables of at most this many entries are looked up in registers. */
 #define TX_RANS_NEAR 64
 
-/* The encoding table, by symbol. factor divides by freq: x / freq == (x << shift) * factor >> 43. It holds because x <<
- * shift < 2^31 and freq << shift is in (2^11, 2^12], so rounding the factor up adds at most 2^12 * x < 2^43 to the
+/* The encoding table, by symbol. factor divides by freq: x / freq == (x << shift) * factor >> 43. It holds because
+ * x << shift < 2^31 and freq << shift is in (2^11, 2^12], so rounding the factor up adds at most 2^12 * x < 2^43 to the
  * product. */
 typedef struct tx_rans_encoder {
   uint32_t factor[256];

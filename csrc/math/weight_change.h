@@ -68,7 +68,7 @@ TX_FN int32_t tx_distance_added(int32_t distance, int32_t by) {
 /* The distance in ulps from one weight to another; before, now: from tx_ordered_16 or tx_ordered_32. */
 TX_FN int32_t tx_ulps_between(int32_t before, int32_t now) {
   const int32_t by = (int32_t)((uint32_t)now - (uint32_t)before);
-  /* the difference wrapped: before and now have different signs, and `by` has not the sign of now */
+  /* the difference wrapped: before and now have different signs, and `by` does not have the sign of now */
   const int32_t wrapped = (now ^ before) & (now ^ by);
   return wrapped < 0 || by < -TX_DISTANCE_MOST || by > TX_DISTANCE_MOST ? TX_DISTANCE_BEYOND : by;
 }

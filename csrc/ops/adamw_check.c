@@ -12,7 +12,7 @@
 #include "csrc/ops/step_outputs.h"
 #include "csrc/ops/tensor.h"
 
-/* 2^24: beyond it an fp32 step count cannot be increased by 1. */
+/* 2^24: from this on an fp32 step count can no longer be increased by exactly 1. */
 #define TX_MAX_STEP 16777216.0f
 
 /* as_torch: 1: the message names the betas and group i as torch.optim does; 0: as tx_adamw_args does. where: the

@@ -9,8 +9,7 @@
 /* The least double that becomes infinite as fp32: half an ulp above the largest fp32, a tie that rounds to even. */
 #define ROUNDS_TO_INFINITY 0x1.ffffffp127
 
-/* -- tensors and their ranges in a bucket
- * ---------------------------------------------------------------------------- */
+/* -- tensors and their ranges in a bucket ------------------------------------------------------------------------- */
 
 /* Checks that bucket and scales fit each other, and that each range is in the bucket and, in a scaled bucket, begins at
  * a block. */

@@ -11,7 +11,7 @@
 /* Copies whole lines of the first `bytes`; returns how many bytes that was. Prefetches memory beyond them, too.
  *
  * The size of a line is a constant, so that the compiler copies it in registers. The target must be fetched before it
- * is written, and the processor waits for that. The source it prefetches by itself, but restarts at each page. */
+ * is written, and the processor waits for that. It prefetches the source by itself, but starts over at each page. */
 static inline int64_t tx_copy_lines(char *target, const char *source, int64_t bytes) {
   int64_t at = 0;
   for (; at + TX_LINE <= bytes; at += TX_LINE) {

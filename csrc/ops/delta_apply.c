@@ -272,7 +272,8 @@ static tx_status judge(const tx_delta_receiver *r, tx_delta_plan *plan, int full
   return TX_OK;
 }
 
-/* Checks that a full message, and with `full` the sums over all weights, cover all elements of the model. */
+/* Checks that a full message covers all elements of the model. full: checks also that the last version's sums over all
+ * weights do, and that the receiver holds all elements. */
 static tx_status check_extent(const tx_delta_receiver *r, const tx_delta_plan *plan, const tx_delta_part *first,
                               int full, tx_error *error) {
   int64_t all = 0, with_sum = 0, of_first = 0;

@@ -124,8 +124,8 @@ static int64_t memory_of(const tx_delta_piece *p, int64_t item, int64_t index, i
   return many;
 }
 
-/* Whether two elements of a piece have the same address: there are a row distance and a column distance inside the
- * piece that give the same multiple of both strides. */
+/* Whether two elements of a piece have the same address: whether some number of row strides and some number of column
+ * strides, both inside the piece, are the same distance. */
 static int folds(const tx_delta_piece *p) {
   const int64_t rs = p->rows > 1 ? llabs(p->row_stride) : 1, cs = p->columns > 1 ? llabs(p->column_stride) : 1;
   if (!rs || !cs) return 1;

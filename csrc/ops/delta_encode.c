@@ -36,7 +36,7 @@ static tx_status check_run_alone(const tx_delta_run *run, tx_error *error) {
   if (run->distances.numel && run->weights.dtype == TX_F32) {
     return tx_fail(error, TX_ERROR_DTYPE, "distances for fp32 weights; bf16 and fp16 are legal");
   }
-  return tx_check_overlap(spans, 5, error); /* different runs of frozen weights may share what they keep */
+  return tx_check_overlap(spans, 5, error); /* in one run only: runs of frozen weights may share what they keep */
 }
 
 static tx_status check_run(const tx_delta_run *run, int64_t i, tx_error *error) {

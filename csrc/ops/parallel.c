@@ -21,8 +21,8 @@ static int64_t unit_of(int64_t left, int64_t threads) {
 /* Writes where units start; returns their number. `starts` has room for the case that each has TX_UNIT elements, and
  * for the end. */
 static int64_t cut(const tx_work_units *u, int64_t total, int64_t threads, tx_unit_start *starts) {
-  int64_t n = 0, next = 0,
-          position = 0; /* next: start of the next unit; position: start of tensor i, with tensors end to end */
+  /* next: start of the next unit; position: start of tensor i, with tensors end to end */
+  int64_t n = 0, next = 0, position = 0;
   for (int64_t i = 0; i < u->n; i++) {
     const int64_t end = position + padded(u, i);
     for (; next < end; next += unit_of(total - next, threads))

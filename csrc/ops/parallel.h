@@ -77,7 +77,7 @@ typedef struct tx_work_units {
   int64_t next;    /* atomic */
   char *locals;    /* local_bytes per task, zeroed, each on its own cache lines */
   size_t local_stride;
-  char *memory; /* to be freed; NULL if owned by somebody else */
+  char *memory; /* to be freed; NULL if it is the caller's (a room's) */
 } tx_work_units;
 
 /* Cuts n tensors into units for this number of threads. alignment: as in tx_parallel_work, but not 0. Fails only with

@@ -12,11 +12,11 @@ typedef struct tx_piece_outputs {
   int64_t row[TX_HEALTH_LEN];
 } tx_piece_outputs;
 
-/* Prepares the outputs of parameter i, from element `begin` on, in its `step`-th step. Returns the
- * extras of `piece_outputs`, or NULL if the piece has no optional outputs. */
+/* Prepares the outputs of parameter i, from element `begin` on, in its `step`-th step. Returns the extras of
+ * `piece_outputs`, or NULL if the piece has no optional outputs. */
 const tx_step_extras *tx_extras_begin(const tx_step_outputs *outputs, int64_t i, int64_t begin, int64_t step,
                                       tx_piece_outputs *piece_outputs);
-/* To be called when the piece is stepped: adds its sums to the row of the parameter. */
+/* To be called when the piece has been stepped: adds its sums to the row of the parameter. */
 void tx_extras_end(tx_piece_outputs *piece_outputs);
 
 #endif

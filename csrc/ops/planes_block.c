@@ -91,8 +91,8 @@ static uint8_t *put_coded(tx_planes_work *work, const uint8_t *plane, int64_t n,
   uint16_t freq[256];
   if (!pays(tx_entropy_bytes(counts, sum) * n / sum + 2 * BITMAP_BYTES + STATES_BYTES, n)) return NULL;
   tx_rans_frequencies(counts, sum, freq);
-  if (n < 2 * 256 + BITMAP_BYTES + STATES_BYTES + TX_RANS_ROW_BYTES)
-    return NULL; /* too small for the frequencies to fit */
+  /* so that the frequencies fit */
+  if (n < 2 * 256 + BITMAP_BYTES + STATES_BYTES + TX_RANS_ROW_BYTES) return NULL;
   uint8_t *words = put_frequencies(freq, to) + sizeof(uint32_t);
   tx_rans_encoder_of(freq, &work->encoder);
   uint8_t *end =

@@ -1,4 +1,5 @@
-/* tx_adamw_offloaded: the step of parameters that are not in host memory, in batches that threads take from one queue.
+/* tx_adamw_offloaded: the step of parameters that are elsewhere (in a device's memory; without copy_ops in host memory
+ * too), in batches that threads take from one queue.
  *
  * A thread copies a batch to a slot of its own, steps it there and sends the weights back; with several slots the next
  * batches are copied meanwhile. No thread waits for another one before all batches are done. */

@@ -38,8 +38,8 @@ void tx_step_piece(const tx_step *step, tx_step_local *local, tx_tensor_range pi
 /* The alignment of pieces, in elements. */
 int64_t tx_step_alignment(const tx_adamw_args *args);
 
-/* To be called when all pieces are stepped: tx_step_merge adds a task's counter, for each task; tx_step_end then ends
- * the step. */
+/* To be called when all pieces have been stepped: tx_step_merge adds a task's counter, for each task; tx_step_end then
+ * ends the step. */
 void tx_step_merge(tx_step *step, const tx_step_local *local);
 void tx_step_end(const tx_step *step);
 
