@@ -40,7 +40,7 @@ std::string World::Go() {
       quiet = 0;
       continue;
     }
-    if (!asymmetric) return "ranks wait for ever, although nothing parted them";
+    if (!asymmetric) return "ranks wait for ever, although no fault separated them";
     for (const auto &rank : ranks)
       if (rank->blocked()) rank->TimeOut();
     quiet = 0;
@@ -53,7 +53,7 @@ std::string World::Go() {
     }
     if (asymmetric) continue;
     if (tx_cycle_failure(rank->cycle) && !tx_cycle_partly_stepped(rank->cycle)) {
-      return std::string("a machine failed, although nothing parted the ranks: ") + tx_cycle_failure(rank->cycle);
+      return std::string("a machine failed, although no fault separated the ranks: ") + tx_cycle_failure(rank->cycle);
     }
     if (rank->verdict_of_cycle != ranks[0]->verdict_of_cycle) return "ranks came to different verdicts";
   }

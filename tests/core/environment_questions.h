@@ -393,8 +393,8 @@ inline void Coefficients(Answer *answer) {
   }
   for (int64_t i = 1; i < 90; i++) {
     answer->Add(tx_muon_operations(64 + 37 * i, 1024, 5, TX_MUON_AUTO, 2, 0));
-    answer->Add(
-        tx_muon_operations(1000003 + i, 10000019, 5, TX_MUON_AUTO, 2, 0));  // the product has more digits than a double
+    // The product has more digits than a double.
+    answer->Add(tx_muon_operations(1000003 + i, 10000019, 5, TX_MUON_AUTO, 2, 0));
     answer->Add(tx_muon_lr_ratio(i * 7, 13, i & 1));
     answer->Add(tx_muon_panel(i * 61, TX_F32, 1, 0));
     answer->Add(tx_muon_lanes(i * 61, 512, TX_F32, 8));

@@ -1,7 +1,7 @@
 // A tx_copy_ops for the tests of tx_adamw_offloaded that copies as late as possible: a copy is made when something
 // waits for it. Until then its destination contains garbage, so that reading it too early gives wrong bits.
-#ifndef TESTS_CORE_LATE_LANES_H
-#define TESTS_CORE_LATE_LANES_H
+#ifndef TESTS_CORE_LATE_COPIES_H
+#define TESTS_CORE_LATE_COPIES_H
 
 #include <cstdio>
 #include <cstring>

@@ -163,7 +163,7 @@ def test_plan_buckets_says_what_travels_together() -> None:
     assert _messages("optim", link_gbps=8).ends == (10,), "no sum is sent back: all of it takes half as long"
     assert _messages(link_gbps=8, bucket_size=262_144).ends == tuple(range(1, 11)), "a size that is given is kept"
     shown = str(torch_ext.plan_buckets(LARGE, policy(BF16, link_gbps=8), 2))
-    assert shown.endswith("link of 8 Gbit/s: buckets 0 to 4, 5 to 9 travel together")
+    assert shown.endswith("link of 8 Gbit/s: buckets 0 to 4, 5 to 9 are sent as one message each")
     shown = str(torch_ext.plan_buckets(LARGE, policy(BF16, link_gbps=0.5), 2))
     assert shown.endswith("link of 0.5 Gbit/s: each bucket is a message, compressed")
     assert torch_ext.plan_buckets(LARGE, policy(BF16, link_gbps=8), 1).messages.link_gbps is None, "one rank"

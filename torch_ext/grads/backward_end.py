@@ -38,10 +38,10 @@ class BackwardEnd:
 
 
 def queue_backward_end(
-    method: Callable[..., Any], *args: Any, on_failed: Callable[..., None] | None = None
+    method: Callable[..., Any], *args: Any, on_freed: Callable[..., None] | None = None
 ) -> "weakref.ref[BackwardEnd]":
-    """Makes autograd call method(*args) at the end of the running backward. on_failed: called when the callback is
+    """Makes autograd call method(*args) at the end of the running backward. on_freed: called when the callback is
     freed, as long as the returned weak reference exists; must not reference the method's object."""
     end = BackwardEnd(partial(weak_method(method), *args))
     Variable._execution_engine.queue_callback(end)
-    return weakref.ref(end, on_failed)
+    return weakref.ref(end, on_freed)

@@ -51,7 +51,7 @@ class Messages(NamedTuple):
             return []
         runs = zip((0, *self.ends), self.ends, strict=False)
         joined = [f"{first} to {end - 1}" for first, end in runs if end - first > 1]
-        how = f"buckets {', '.join(joined)} travel together" if joined else "each bucket is a message"
+        how = f"buckets {', '.join(joined)} are sent as one message each" if joined else "each bucket is a message"
         return [f"link of {self.link_gbps:.3g} Gbit/s: {how}{', compressed' * self.compressed}"]
 
 

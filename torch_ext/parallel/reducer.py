@@ -179,7 +179,7 @@ class BucketReducer(BucketGradients):
         offload_guard.refuse_gradients(self.params, "backward")
         self.wait_for_weight_gathers()
         self.finish_failed_backward()
-        self._tasks[task] = queue_backward_end(self.backward_ended, task, on_failed=weak_method(self._backward_failed))
+        self._tasks[task] = queue_backward_end(self.backward_ended, task, on_freed=weak_method(self._backward_failed))
 
     def finish_failed_backward(self) -> None:
         """Recovers if the last backward raised: waits for the messages that it sent, which the other ranks sent, too,
@@ -198,7 +198,8 @@ class BucketReducer(BucketGradients):
         self.exchange.run()  # after an interrupt the next call goes on
 
     def _backward_failed(self, _end: object = None) -> None:
-        """Called when a backward raised. Marks the noted gradients as ready: on ranks that do not note, they are."""
+        """Called when a callback is freed. If its backward raised, marks the noted gradients as ready: on ranks that do
+        not note, they are."""
         self._noted.stop_noting()
         if any(end() is not None for end in self._tasks.values()) or not (noted := self._noted.take()):
             return
