@@ -19,7 +19,7 @@ typedef struct tx_layout_param {
   const int64_t *shape; /* ndim sizes whose product is numel, for the fingerprint; may be NULL */
   int64_t ndim;
   int64_t numel;       /* >= 0 */
-  int64_t tied;        /* the earlier parameter that this one shares its memory with, or -1. Placed once */
+  int64_t tied;        /* position of the earlier parameter whose memory this one shares, or -1; placed once */
   int64_t key;         /* any number; parameters with different keys never share a buffer */
   int32_t param_dtype; /* tx_dtype, as are the next two; parameters that differ in one of them never share a buffer */
   int32_t grad_dtype;
@@ -65,8 +65,7 @@ typedef struct tx_layout_bucket {
   int64_t offset;
   int64_t size;
   int64_t used;
-  int64_t
-      n_params; /* parameters in it; tied ones count once. If all of them are empty, the bucket is empty too: size 0 */
+  int64_t n_params; /* parameters in it; tied ones count once. If all of them are empty, so is the bucket: size 0 */
 } tx_layout_bucket;
 
 typedef struct tx_layout_summary {
