@@ -30,8 +30,7 @@ extern "C" {
 typedef struct tx_cuda_call {
   uint64_t size;
   void *stream;    /* cudaStream_t; NULL: the default stream */
-  void *workspace; /* device memory for calls that need it, aligned to 8 bytes; may be reused when the stream has passed
-                    */
+  void *workspace; /* device memory for calls that need it, aligned to 8 bytes; reusable when the stream has passed */
   int64_t workspace_bytes;
   int32_t device; /* ordinal; made current for the call, after which the previous device is current again if it has a
                      context */

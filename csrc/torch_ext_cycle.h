@@ -24,7 +24,7 @@
  * in CLOSING and installs them.)
  *
  * Between backwards a step writes weights, bucket by bucket, and starts their all-gathers (tx_cycle_stepping). They are
- * waited for at the end of the step; if the step is interrupted there, before the next forward.
+ * waited for at the end of the step or, if the step is interrupted there, before the next forward.
  *
  * An event in the wrong state is rejected with a message that names it. After a failure of the exchange (tx_cycle_fail)
  * every backward and step is rejected with the text of that failure.

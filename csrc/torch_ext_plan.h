@@ -40,11 +40,10 @@ typedef struct tx_layout_args {
   int32_t high_bandwidth; /* 1: bucket ends are multiples of 2^16 too */
 } tx_layout_args;
 /* The default cap, in bytes on the wire, is 1/32 of the buffer, because the last bucket's exchange is not covered by
- * backward. The limits are:
- *   - at least 512 KiB; for each rank past the eighth 3/4 MiB more, since a bucket is cut into `world` messages;
- *   - twice these bytes for 8-bit blocks (with their scales), which the processor encodes more slowly than the link
- *     carries them;
- *   - at most Megatron-LM's default, the bytes of max(40e6, 1e6 * world) fp32 elements.
+ * backward,
+ *   - but at least 512 KiB, plus 3/4 MiB for each rank past the eighth, since a bucket is cut into `world` messages;
+ *   - doubled for 8-bit blocks (with their scales), which the processor encodes more slowly than the link carries them;
+ *   - and at most Megatron-LM's default, the bytes of max(40e6, 1e6 * world) fp32 elements.
  * Measured with 19 MB at 1 Gbit/s during 150 ms of computation: 26 ms are uncovered with buckets of 0.8 MB, 31 with
  * 1.6, 35 with 2.4. Modelled for nodes of 8 GPUs: a reduce-scatter reaches half of the bandwidth with 51 MB at 64
  * ranks, 192 MB at 256, 757 MB at 1024. */

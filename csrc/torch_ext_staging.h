@@ -33,7 +33,7 @@ typedef struct tx_staging {
   uint64_t size;
   const tx_copy_ops *copy_ops; /* NULL: params and grads are in host memory too; each thread does its own copies */
   void *memory;  /* host memory, aligned to 64 bytes; its content is arbitrary before and after the call */
-  int64_t bytes; /* threads * slots * batch * (bytes of the widest gradient and of the widest weight) */
+  int64_t bytes; /* >= threads * slots * batch * (bytes of the widest gradient + of the widest weight) */
   int64_t batch; /* elements per batch; a multiple of TX_SAMPLED */
   int32_t slots; /* batches in flight per thread: 1 ... TX_MAX_SLOTS */
   int32_t reserved;
