@@ -6,7 +6,7 @@
  * This header includes:
  *   torch_ext_types.h          statuses, messages, dtypes, tensors, threads
  *   torch_ext_operators.h      the optimizer step, gradient statistics, buckets, casts, master weights
- *   torch_ext_muon.h           the same for Muon
+ *   torch_ext_muon.h           Muon's step: two operators, and the rules for what is between them
  *   torch_ext_policy.h         every dtype, decided from the model's dtype (the loader); the loss scale
  *   torch_ext_bindings.h       registration under torch.ops.torch_ext; struct layouts for other languages
  *

@@ -65,8 +65,7 @@ TX_API tx_status tx_planes_check(tx_tensor message, int64_t begin, int64_t end, 
 
 /* Decodes a message. values: as many as were encoded, of the same dtype. Whatever the message contains, only `values`
  * is written and only `message` is read. TX_ERROR_BAD_STATE, with nothing written, if a checksum is wrong. If the
- * checksums are right but tx_planes_encode did not write the message, the call may fail after it has written `values`.
- */
+ * checksums are right but tx_planes_encode did not write the message, the call may fail after writing `values`. */
 TX_API tx_status tx_planes_decode(tx_tensor message, tx_tensor values, tx_error *error);
 
 /* tx_planes_decode for values.numel elements from element `begin` on; reads only the blocks that contain them. */

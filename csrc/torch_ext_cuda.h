@@ -13,8 +13,8 @@
  * Tables of tensors are passed by value as kernel parameters (32 KiB, CUDA 12.1 and newer). So a call needs no memory
  * of its own, and a captured graph owns all that it needs. One launch takes about 200 tensors of one dtype combination.
  *
- * Tensors need no alignment beyond one byte, except int64 tensors that many blocks add to (stats, first_bad, changed,
- * stale, skipped, resynced): they must be aligned to 8 bytes, else TX_ERROR_INVALID_ARGUMENT.
+ * Tensors need not be aligned, except int64 tensors that many blocks add to (stats, first_bad, changed, stale, skipped,
+ * resynced): they must be aligned to 8 bytes, else TX_ERROR_INVALID_ARGUMENT.
  *
  * If other, earlier work left a CUDA error behind, the call reports it as that and not as its own. */
 #ifndef TORCH_EXT_CUDA_H
@@ -30,8 +30,7 @@ extern "C" {
 typedef struct tx_cuda_call {
   uint64_t size;
   void *stream;    /* cudaStream_t; NULL: the default stream */
-  void *workspace; /* device memory for calls that need it, aligned to 8 bytes; may be reused when the stream has passed
-                    */
+  void *workspace; /* device memory for calls that need it, aligned to 8 bytes; reusable when the stream has passed */
   int64_t workspace_bytes;
   int32_t device; /* ordinal; made current for the call, after which the previous device is current again if it has a
                      context */
@@ -63,8 +62,8 @@ TX_API tx_status tx_cuda_about_this(tx_cuda_about *about, tx_error *error);
 TX_API tx_status tx_cuda_check_device(int32_t device, tx_error *error);
 
 /* Sets the calling thread's capture mode for CUDA graphs (cudaThreadExchangeStreamCaptureMode) to *mode, a
- * cudaStreamCaptureMode (2: relaxed), and writes the previous mode to *mode. For threads that query events: in another
- * mode than relaxed that could invalidate a capture of another thread. Creates no CUDA context. */
+ * cudaStreamCaptureMode (2: relaxed), and writes the previous mode to *mode. For threads that query events: in any mode
+ * but relaxed that could invalidate a capture of another thread. Creates no CUDA context. */
 TX_API tx_status tx_cuda_exchange_capture_mode(int32_t *mode, tx_error *error);
 
 /* Bytes of workspace for n tensors. Needed only for masters with checksums: masters of any dtype in tx_cuda_adamw and

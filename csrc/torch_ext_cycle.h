@@ -24,7 +24,7 @@
  * in CLOSING and installs them.)
  *
  * Between backwards a step writes weights, bucket by bucket, and starts their all-gathers (tx_cycle_stepping). They are
- * waited for at the end of the step; if the step is interrupted there, before the next forward.
+ * waited for at the end of the step or, if the step is interrupted there, before the next forward.
  *
  * An event in the wrong state is rejected with a message that names it. After a failure of the exchange (tx_cycle_fail)
  * every backward and step is rejected with the text of that failure.
@@ -57,8 +57,8 @@ typedef struct tx_cycle_args {
   const int64_t *bucket_of; /* [n_params], copied. TX_CYCLE_UNITS and TX_CYCLE_DDP_HOOK: NULL */
   const int64_t *buffer_of; /* [n_buckets], ascending, copied: buckets of one buffer may be sent as one message. NULL
                                for the same kinds */
-  const char *const *names; /* [n_params], for messages; must outlive the machine */
-  const char *const *units; /* [n_buckets], for messages of TX_CYCLE_UNITS; must outlive the machine. Else NULL */
+  const char *const *names; /* [n_params], for error messages; must outlive the machine */
+  const char *const *units; /* [n_buckets], for error messages of TX_CYCLE_UNITS; must outlive the machine. Else NULL */
   int64_t cycle;            /* number of the first cycle: 0, or that of the machine which this one replaces */
   int64_t slots; /* messages in flight at a time, >= 1, of TX_CYCLE_OPTIM_GRADS and TX_CYCLE_UNITS; other kinds have no
                     limit */

@@ -48,7 +48,7 @@ extern "C" {
  *
  * Every part carries the checksum of its own bytes and the link of the same rank's part one version earlier. So lost,
  * repeated, reordered, damaged or foreign parts are noticed before anything is written. This protects against
- * accidents, not against attackers: messages are not authenticated, and whoever can forge one can write any weights.
+ * accidents, not against attackers: messages are not authenticated, and anyone who can forge one can write any weights.
  * (But nothing else: every field is checked, and allocations are bounded by the receiver's own tensors and the bytes
  * that arrived.)
  *
@@ -214,8 +214,9 @@ typedef struct tx_delta_info {
 #define TX_DELTA_INFO_INIT \
   { .size = sizeof(tx_delta_info) }
 
-/* Reads the header of a message, which may be arbitrary bytes: TX_ERROR_INVALID_ARGUMENT if it is not a message, cut
- * off or damaged; TX_ERROR_UNAVAILABLE for a format that this library does not know. message: U8. */
+/* Describes a message, which may be arbitrary bytes, after verifying the checksums of its parts; decodes no weights.
+ * TX_ERROR_INVALID_ARGUMENT if it is not a message, cut off or damaged; TX_ERROR_UNAVAILABLE for a format that this
+ * library does not know. message: U8. */
 TX_API tx_status tx_delta_info_of(tx_tensor message, tx_delta_info *info, tx_error *error);
 
 /* Reads a message's table of parameters: n_params entries, as many as tx_delta_info says; names point into the message.
@@ -226,9 +227,9 @@ TX_API tx_status tx_delta_params_of(tx_tensor message, int64_t n_params, tx_delt
  * 4. Engine
  * ------------------------------------------------------------------------------------------------------------- */
 
-/* A rectangle of a parameter, and where it is in memory. Row r (of `rows`) is the elements [first + r * step, first + r
- * * step + columns) of the parameter in its own (row-major) order; column c of row r is at data + (r * row_stride + c *
- * column_stride) elements.
+/* A rectangle of a parameter, and where it is in memory. Row r (of `rows`) is the elements
+ * [first + r * step, first + r * step + columns) of the parameter in its own (row-major) order; column c of row r is at
+ * data + (r * row_stride + c * column_stride) elements.
  *
  *   where it goes                                           rows  columns  step   row_stride  column_stride
  *   a tensor of its own; a part of a fused one (qkv,        1     numel    0      0           1
@@ -244,7 +245,7 @@ typedef struct tx_delta_piece {
   int64_t rows;
   int64_t columns;
   int64_t step; /* >= columns, if there are several rows */
-  void *data;   /* of the parameter's dtype; aligned to one byte */
+  void *data;   /* of the parameter's dtype; need not be aligned */
   int64_t row_stride;
   int64_t column_stride;
 } tx_delta_piece;

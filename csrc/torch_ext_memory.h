@@ -97,8 +97,8 @@ TX_API int64_t tx_memory_room_bytes(const tx_memory_args *args);
  *   received    the other ranks' parts of a bucket, from the wire; under no_shard, where two ranks trade (tx_trades),
  *               the other rank's bucket
  *   packed      a bucket to be sent, if it is not sent from the gradients' own buffer (under optim_grads always, else
- *               if wire_dtype is not grad_dtype)
- *   gathered    the sums of all ranks, if their dtype is neither of these two
+ *               if wire_dtype is not grad_dtype, and under optim for messages of joined buckets)
+ *   gathered    the sums of all ranks, if their dtype is neither wire_dtype nor grad_dtype
  *   if bf16 is compressed, also the messages that are sent and received
  * These count for the in_flight largest buckets, or for two messages of joined buckets (tx_coalesce) if that is more.
  * The messages are those of `ends`; if that is NULL and the layout's cap is the default, they are the largest possible
@@ -121,8 +121,8 @@ TX_API int64_t tx_memory_room_bytes(const tx_memory_args *args);
  *
  * products: for each dtype of products the largest matrix, twice if one cannot be multiplied where its momentum is
  * (because it is sent in another dtype, or does not begin at a cache line); and four squares of the largest smaller
- * dimension. This times the number of matrices multiplied at a time (tx_muon_lanes). On one rank also the largest
- * parameter in the dtype in which it is sent, TX_MUON_PER_LANE times as often.
+ * dimension; all of it once per matrix that is multiplied at the same time (tx_muon_lanes). On one rank also the
+ * largest parameter in the dtype in which it is sent, TX_MUON_PER_LANE times as often.
  *
  * stepping: 0 on one rank; under no_shard all matrices in the dtype in which they are sent; else that of the rank that
  * holds most (tx_muon_exchange_peak). */

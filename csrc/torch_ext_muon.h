@@ -24,9 +24,9 @@ typedef struct tx_muon_part {
 } tx_muon_part;
 
 /* First pass: updates the momentum and computes u. g = grad * clip_coef / grad_scale, limited in size as in tx_adamw.
- * The averages are computed in fp32 from the heavier side, and u from m before it is rounded to its storage. Non-finite
- * gradients give non-finite results. The caller takes the norms of matrices from works, with tx_grad_stats, since the
- * owner of a matrix has only these rounded values.
+ * The averages are computed in fp32, starting from the operand with the larger weight, and u from m before it is
+ * rounded to its storage. Non-finite gradients give non-finite results. The caller takes the norms of matrices from
+ * works, with tx_grad_stats, since the owner of a matrix has only these rounded values.
  *
  * Arrays have n entries; entries of one index have the same numel.
  *   grads      F32, BF16, F16
@@ -132,13 +132,13 @@ TX_API double tx_muon_operations(int64_t rows, int64_t columns, int64_t ns_steps
  * panel, else a multiple of 64; 0 if n < 1. */
 TX_API int64_t tx_muon_panel(int64_t n, int32_t dtype, int64_t threads, int32_t tiles);
 
-/* Fills in the elements of a symmetric matrix [n, n] to the right of its diagonal blocks: element (i, j), where i < j /
- * panel * panel, becomes element (j, i). square: F32, BF16 or F16. */
+/* Fills in the elements of a symmetric matrix [n, n] to the right of its diagonal blocks: element (i, j), where
+ * i < j / panel * panel, becomes element (j, i). square: F32, BF16 or F16. */
 TX_API tx_status tx_muon_mirror(tx_tensor square, int64_t n, int64_t panel, const tx_parallel *parallel,
                                 tx_error *error);
 
-/* The factor of lr for a matrix of this shape. match_rms_adamw: 0: sqrt(max(1, rows / columns)); 1: 0.2 *
- * sqrt(max(rows, columns)). */
+/* The factor of lr for a matrix of this shape. match_rms_adamw: 0: sqrt(max(1, rows / columns));
+ * 1: 0.2 * sqrt(max(rows, columns)). */
 TX_API double tx_muon_lr_ratio(int64_t rows, int64_t columns, int32_t match_rms_adamw);
 
 /* Bytes of workspace for tx_plan_owners. 0 if an argument is not legal. */

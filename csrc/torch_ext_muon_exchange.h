@@ -41,7 +41,7 @@ typedef struct tx_muon_exchange_args {
 #define TX_MUON_EXCHANGE_ARGS_INIT \
   { .size = sizeof(tx_muon_exchange_args), .world = 1 }
 
-/* parameter `param`: run tx_muon_momentum over this rank's part, into new memory */
+/* What the caller does next (tx_muon_exchange_next), for a parameter or for a round. */
 typedef enum tx_muon_do {
   TX_MUON_DONE = 0,
   TX_MUON_MOMENTUM = 1, /* parameter `param`: run tx_muon_momentum over this rank's part, into new memory */
@@ -107,8 +107,8 @@ TX_API int64_t tx_muon_exchange_peak(const tx_muon_exchange_args *args, void *me
 
 /* -- products of Muon's iterations ------------------------------------------------------------------------------- */
 
-/* How one matrix, divided by its norm, is orthogonalised. Each of `steps` steps turns a singular value s into a s + b
- * s^3 + c s^5. */
+/* How one matrix, divided by its norm, is orthogonalised. Each of `steps` steps turns a singular value s into
+ * a s + b s^3 + c s^5. */
 typedef struct tx_muon_iteration {
   int64_t rows;
   int64_t columns;
@@ -154,7 +154,7 @@ TX_API int64_t tx_muon_products(const tx_muon_iteration *iteration, tx_muon_prod
 
 /* How many matrices are multiplied at a time, each by one thread, on a processor with this number of threads; 0: one
  * after the other, each by all threads. dtype: of the products. A product may have other bits with another number of
- * threads, so the result depends only on the matrix and the number of threads. */
+ * threads, so the number returned depends only on the matrix's shape, the dtype and `threads`. */
 TX_API int64_t tx_muon_lanes(int64_t rows, int64_t columns, int32_t dtype, int64_t threads);
 
 /* The most matrices that each of these threads multiplies before weights are updated, so that threads finish at about

@@ -61,8 +61,7 @@ typedef enum tx_external_write {
   TX_EXTERNAL_CHECK = 2   /* checks only and steps nothing: TX_ERROR_BAD_STATE if a weight was written */
 } tx_external_write;
 
-/* Weights per checksum, beside I16 and beside F32 masters; counted from the first element of the tensor that is
- * passed. */
+/* Weights per checksum, for I16 and for F32 masters; counted from the first element of the tensor that is passed. */
 #define TX_CHECKSUM ((int64_t)1024)
 #define TX_SAMPLED ((int64_t)4096)
 
@@ -73,13 +72,13 @@ typedef enum tx_external_write {
  *   g  = grad * clip_coef / grad_scale   (negated for maximize; + weight_decay * p where not decoupled)
  *   m  = m + (1 - beta1) * (g - m),  v = v + (1 - beta2) * (g * g - v)
  *   p  = p - (lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps) + lr * weight_decay * p)
- * in fp32, with bias corrections in double. Each average is computed from its heavier side. The update uses m and v
- * before they are rounded to their storage dtype. p is the master if there is one; the weight is then the master
- * rounded to nearest even.
+ * in fp32, with bias corrections in double. Each average starts from the operand with the larger weight. The update
+ * uses m and v before they are rounded to their storage dtype. p is the master if there is one; the weight is then the
+ * master rounded to nearest even.
  *
- * If the gradient is finite, g is limited to 31 * 2^59 (1.8e19) in size, so that no finite gradient makes a state
- * non-finite. Inf and NaN propagate. If v is stored as dithered 8-bit codes, 1 - beta2 is reduced by up to 2.8 %: such
- * codes follow v too fast, and this compensates for it (csrc/math/dither_lag.h).
+ * If everything that g is computed from is finite, g is limited to 31 * 2^59 (1.8e19) in size, so that no finite
+ * gradient makes a state non-finite. Inf and NaN propagate. If v is stored as dithered 8-bit codes, 1 - beta2 is
+ * reduced by up to 2.8 %: such codes follow v too fast, and this compensates for it (csrc/math/dither_lag.h).
  *
  * Arrays have n entries; entries of one index have the same numel. Legal dtypes are the rows of csrc/core/combos.def:
  *   params       F32, BF16, F16
@@ -189,11 +188,11 @@ TX_API tx_status tx_adamw_check_groups(const tx_adamw_group *groups, int64_t n, 
 TX_API tx_status tx_grad_stats(int64_t n, const tx_tensor *grads, tx_tensor stats, tx_tensor first_bad,
                                const tx_parallel *parallel, tx_error *error);
 
-/* Computes the gradient norm and the clip coefficient from (all-reduced) stats: norm = sqrt(sum of squares) /
- * grad_scale; clip_coef = min(1, max_norm / (norm + 1e-6)). found_inf = 1 if an element or the norm is not finite, else
- * 0. With found_inf = 1 clip_coef is 0, and the norm is NaN if an element is not finite. max_norm: > 0, INFINITY for no
- * clipping. grad_scale: F32, one element or none (1). norm: F32 or F64; clip_coef, found_inf: F32; one element each;
- * each may be none. */
+/* Computes the gradient norm and the clip coefficient from (all-reduced) stats:
+ * norm = sqrt(sum of squares) / grad_scale; clip_coef = min(1, max_norm / (norm + 1e-6)). found_inf = 1 if an element
+ * or the norm is not finite, else 0. With found_inf = 1 clip_coef is 0, and the norm is NaN if an element is not
+ * finite. max_norm: > 0, INFINITY for no clipping. grad_scale: F32, one element or none (1). norm: F32 or F64;
+ * clip_coef, found_inf: F32; one element each; each may be none. */
 TX_API tx_status tx_grad_norm(tx_tensor stats, tx_tensor grad_scale, double max_norm, tx_tensor norm,
                               tx_tensor clip_coef, tx_tensor found_inf, tx_error *error);
 

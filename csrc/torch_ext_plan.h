@@ -19,7 +19,7 @@ typedef struct tx_layout_param {
   const int64_t *shape; /* ndim sizes whose product is numel, for the fingerprint; may be NULL */
   int64_t ndim;
   int64_t numel;       /* >= 0 */
-  int64_t tied;        /* the earlier parameter that this one shares its memory with, or -1. Placed once */
+  int64_t tied;        /* position of the earlier parameter whose memory this one shares, or -1; placed once */
   int64_t key;         /* any number; parameters with different keys never share a buffer */
   int32_t param_dtype; /* tx_dtype, as are the next two; parameters that differ in one of them never share a buffer */
   int32_t grad_dtype;
@@ -40,11 +40,10 @@ typedef struct tx_layout_args {
   int32_t high_bandwidth; /* 1: bucket ends are multiples of 2^16 too */
 } tx_layout_args;
 /* The default cap, in bytes on the wire, is 1/32 of the buffer, because the last bucket's exchange is not covered by
- * backward. The limits are:
- *   - at least 512 KiB; for each rank past the eighth 3/4 MiB more, since a bucket is cut into `world` messages;
- *   - twice these bytes for 8-bit blocks (with their scales), which the processor encodes more slowly than the link
- *     carries them;
- *   - at most Megatron-LM's default, the bytes of max(40e6, 1e6 * world) fp32 elements.
+ * backward,
+ *   - but at least 512 KiB, plus 3/4 MiB for each rank past the eighth, since a bucket is cut into `world` messages;
+ *   - doubled for 8-bit blocks (with their scales), which the processor encodes more slowly than the link carries them;
+ *   - and at most Megatron-LM's default, the bytes of max(40e6, 1e6 * world) fp32 elements.
  * Measured with 19 MB at 1 Gbit/s during 150 ms of computation: 26 ms are uncovered with buckets of 0.8 MB, 31 with
  * 1.6, 35 with 2.4. Modelled for nodes of 8 GPUs: a reduce-scatter reaches half of the bandwidth with 51 MB at 64
  * ranks, 192 MB at 256, 757 MB at 1024. */
@@ -65,8 +64,7 @@ typedef struct tx_layout_bucket {
   int64_t offset;
   int64_t size;
   int64_t used;
-  int64_t
-      n_params; /* parameters in it; tied ones count once. If all of them are empty, the bucket is empty too: size 0 */
+  int64_t n_params; /* parameters in it; tied ones count once. If all of them are empty, so is the bucket: size 0 */
 } tx_layout_bucket;
 
 typedef struct tx_layout_summary {

@@ -108,7 +108,7 @@ typedef enum tx_states {
 typedef enum tx_grad_comm_compression {
   TX_COMPRESSION_AUTO = 0, /* if the link is slow (TX_COMPRESS_BELOW_MBPS) */
   TX_COMPRESSION_OFF = 1,
-  TX_COMPRESSION_ON = 2 /* always, whatever the speed of the link, or if it is unknown */
+  TX_COMPRESSION_ON = 2 /* always, even if the speed of the link is not known */
 } tx_grad_comm_compression;
 
 /* One `key: value` of a configuration. A dtype may be given as a name (TX_VALUE_TEXT) or as a code. */

@@ -31,10 +31,9 @@ typedef struct tx_copy_ops {
 #define TX_MAX_SLOTS 8
 typedef struct tx_staging {
   uint64_t size;
-  const tx_copy_ops
-      *copy_ops; /* NULL: parameters and gradients are in host memory too, and each thread does its own copies */
+  const tx_copy_ops *copy_ops; /* NULL: params and grads are in host memory too; each thread does its own copies */
   void *memory;  /* host memory, aligned to 64 bytes; its content is arbitrary before and after the call */
-  int64_t bytes; /* threads * slots * batch * (bytes of the widest gradient and of the widest weight) */
+  int64_t bytes; /* >= threads * slots * batch * (bytes of the widest gradient + of the widest weight) */
   int64_t batch; /* elements per batch; a multiple of TX_SAMPLED */
   int32_t slots; /* batches in flight per thread: 1 ... TX_MAX_SLOTS */
   int32_t reserved;
@@ -44,8 +43,9 @@ typedef struct tx_staging {
 
 /* tx_adamw for parameters that are not in host memory; gives the same bits. The addresses of params and grads are only
  * passed to copy_ops; all other memory is the host's. Gradients are copied to the host and weights back. Weights are
- * copied to the host too, if they have no master or a remainder. So on_external_write can compare checksums only of
- * weights with remainders; checksums of weights with F32 masters are just renewed. TX_EXTERNAL_CHECK is not legal.
+ * copied to the host too if they have no master, or a remainder in place of one. So on_external_write can compare
+ * checksums only of weights with remainders; checksums of weights with F32 masters are just renewed. TX_EXTERNAL_CHECK
+ * is not legal.
  *
  * When the call returns, weights may still be on their way back. The next call may use the same staging memory if its
  * slots are as large and the widest dtypes are the same; otherwise wait until the copies are done. If a copy fails,

@@ -75,8 +75,8 @@ typedef enum tx_dtype {
 } tx_dtype;
 
 /* A contiguous run of elements in host memory (in device memory for the CUDA library). Where an argument is optional,
- * `numel == 0` means that there is no tensor, and `data` is ignored; comments call that "none". `data` needs no
- * alignment beyond one byte. */
+ * `numel == 0` means that there is no tensor, and `data` is ignored; comments call that "none". `data` need not be
+ * aligned. */
 typedef struct tx_tensor {
   void *data;
   int64_t numel;

@@ -33,8 +33,8 @@ static tx_status check_shape(const int64_t *shape, const int64_t *order, int64_t
  * is not NULL: ndim offsets, then ndim sizes. Returns its number of elements. */
 static int64_t box_at(const int64_t *shape, const int64_t *order, int64_t ndim, int64_t numel, int64_t at, int64_t stop,
                       int64_t limit, int64_t *box) {
-  int64_t outer = numel,
-          taken = 0; /* outer: elements per index of the enclosing dimension (for the first dimension: all) */
+  /* outer: elements per index of the enclosing dimension (for the first dimension: all) */
+  int64_t outer = numel, taken = 0;
   for (int64_t i = 0; i < ndim; i++) {
     const int64_t dim = order ? order[i] : i;
     const int64_t row = outer / shape[dim], end = at - at % outer + outer;

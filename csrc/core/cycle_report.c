@@ -162,8 +162,8 @@ static int is_missing(uint8_t state) {
   return (state & (TX_STATE_READY | TX_STATE_FROZEN)) == 0;
 }
 
-/* Appends names of the parameters without a gradient on any of the ranks [first, end). Uses `left`, which is not
- * decided yet, as workspace. Returns whether there are any. */
+/* Appends names of the parameters whose gradient is missing on at least one of the ranks [first, end). Uses `left`,
+ * which is not decided yet, as workspace. Returns whether there are any. */
 static int add_missing(tx_text *text, tx_cycle *c, const uint8_t *const *states, int first, int end) {
   int found = 0;
   for (int64_t i = 0; i < c->args.n_params; i++) {

@@ -9,7 +9,7 @@
  *   checksum   XXH64 of everything before it
  *
  * The link of a part is a hash of its checksum and the previous link, so two chains that differed once have different
- * links for ever. */
+ * links forever. */
 #ifndef TX_CORE_DELTA_PART_H
 #define TX_CORE_DELTA_PART_H
 

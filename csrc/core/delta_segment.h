@@ -4,10 +4,10 @@
  *   flags              2 bytes, tx_delta_flags
  *   changed            number of changed weights in the blocks that are not dense, from which the means of gaps start;
  *                      the real number is not larger
- *   dense              if TX_DELTA_DENSE: 2 bytes, bit b is set if block b is dense; then the bytes of the dense
- *                      weights
+ *   dense              if TX_DELTA_DENSE: 2 bytes, bit b is set if block b is dense; then the number of bytes of
+ *                      `weights`, below
  *   bound              if TX_DELTA_BOUNDED: 2 bytes, the code of the first block's bound
- *   sizes              of each stream but the last one
+ *   sizes              number of bytes of each stream below
  *   streams            positions of each class; positions of the unsure ones (if there are several classes); bounds
  *                      (if TX_DELTA_BOUNDED); values
  *   weights            of the dense blocks, as tx_planes_encode encodes them

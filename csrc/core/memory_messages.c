@@ -18,8 +18,8 @@ static bucket_bytes bytes_of_bucket(const tx_memory_args *args, const tx_layout_
                                     int joined) {
   const int32_t wire = like->wire_dtype;
   const int32_t gather = (int32_t)tx_gather_dtype((tx_dtype)args->gather_dtype, (tx_dtype)wire);
-  const int not_contiguous =
-      joined && args->strategy == TX_OPTIM; /* in the buffer; in the message they are contiguous */
+  /* A rank's parts of joined buckets are contiguous in the message, but not in the buffer. */
+  const int not_contiguous = joined && args->strategy == TX_OPTIM;
   const int packed = args->strategy == TX_OPTIM_GRADS || wire != like->grad_dtype || not_contiguous;
   const int gathered = args->strategy == TX_NO_SHARD && gather != wire && gather != like->grad_dtype;
   const int64_t blocks = numel / TX_BLOCK;

@@ -73,7 +73,7 @@ static void gram_of_x(run *r, int32_t g) {
                                  .alpha = 1.0});
 }
 
-/* x becomes keep x + square x; with x square instead, which is the transposed case, if x has more rows than columns. */
+/* x becomes keep x + square x, or keep x + x square if x has more rows than columns. The square is symmetric. */
 static void multiply_x(run *r, int32_t by, double keep) {
   const tx_muon_product product = {.kind = TX_MUON_ADD_PRODUCT,
                                    .out = r->other,

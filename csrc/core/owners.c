@@ -96,8 +96,8 @@ static int plan_first_fit(plan *p, double bound) {
   return 1;
 }
 
-/* A lower bound of every plan's largest load. It is the largest of: the mean; the largest piece; and for each k, the k
- * + 1 smallest of the k * ranks + 1 largest pieces together, since some rank has k + 1 of these. */
+/* A lower bound of every plan's largest load. It is the largest of: the mean; the largest piece; and for each k, the
+ * k + 1 smallest of the k * ranks + 1 largest pieces together, since some rank has k + 1 of these. */
 static double least_bound(const plan *p) {
   double sum = 0.0, bound = p->n ? p->pieces[0].size : 0.0;
   for (int64_t i = 0; i < p->n; i++)

@@ -61,8 +61,8 @@ tx_status tx_policy_fail_conflict(const char *where_a, const tx_policy *values_a
                                   const tx_policy *values_b, int32_t b, const char *reason, tx_error *error);
 /* Rejects contradictions between explicit values, including the model's dtype. */
 tx_status tx_policy_check_conflicts(const tx_policy_inputs *in, const tx_policy_draft *d, tx_error *error);
-/* Rejects a value of the optimizer's configuration that the model's dtype or a preset, which are stronger, would
- * silently replace. */
+/* Rejects a value of the optimizer's configuration that the model's dtype, a preset or `states`, which are stronger,
+ * would silently replace. */
 tx_status tx_policy_check_config(const tx_policy_inputs *in, const tx_policy_draft *d, tx_error *error);
 
 #endif

@@ -4,8 +4,8 @@
 
 #include "csrc/torch_ext.h"
 
-/* Formats the message into `error` (which may be NULL) and returns `status`, so that callers write `return
- * tx_fail(error, TX_ERROR_SHAPE, "...")`. Long messages are truncated. */
+/* Formats the message into `error` (which may be NULL) and returns `status`, so that callers write
+ * `return tx_fail(error, TX_ERROR_SHAPE, "...")`. Long messages are truncated. */
 tx_status tx_fail(tx_error *error, tx_status status, const char *format, ...) __attribute__((format(printf, 3, 4)));
 
 /* Returns `status`; if it is a failure, puts "name[i]: " in front of its message. */

@@ -22,8 +22,8 @@ typedef struct tx_objects {
   int64_t n_types;
 } tx_objects;
 
-/* Finds the functions. exchange: torch's DLPack table. types: Python classes, which must outlive the process.
- * TX_ERROR_UNAVAILABLE if the table has another major version, or if there is no Python in this process. */
+/* Finds the functions. exchange: torch's DLPack table. types: Python classes, which must stay alive until the process
+ * ends. TX_ERROR_UNAVAILABLE if the table has another major version, or if there is no Python in this process. */
 tx_status tx_objects_resolve(tx_objects *objects, const void *exchange, void *const *types, int64_t n_types,
                              tx_error *error);
 
