@@ -1,6 +1,6 @@
 """Faults of checkpoints: saves that are killed, files in which bits flip, full disks, two jobs that save to one folder.
 
-The last complete checkpoint must always load, and a damaged one must be rejected by file and key."""
+The last complete checkpoint must always load. For a damaged one the error must name the file and the key."""
 
 import pathlib
 import random

@@ -1,6 +1,6 @@
 """Faults of incremental weights: ranks that are killed while they save, files in which bits flip, full disks.
 
-The last version whose parts are all there must load bit for bit, and damage must be rejected by the file's name."""
+The last version whose parts are all there must load bit for bit. Damage must be an error that names the file."""
 
 import os
 import pathlib
