@@ -1,4 +1,4 @@
-"""Random training jobs that save, end, and resume as another world size under another strategy
+"""Random training jobs that save, end, and resume with another world size under another strategy
 (test_elastic_programs.py).
 
 A program is drawn from a seed: a model, an optimizer's groups and options, and steps. Gradients are the same on every
