@@ -303,7 +303,7 @@ def test_step_after_a_backward_that_raised_is_an_error() -> None:
 
 
 def _steps_unreduced(rank: int, world: int, strategy: str) -> None:
-    """step() with gradients from no_sync() must raise and change nothing, except under optim_grads, where it is legal."""
+    """step() with gradients from no_sync() must raise and change nothing. Under optim_grads it is legal."""
     model = _parallel(strategy)
     optimizers: list[Any] = [torch_ext.AdamW(model.parameters(), lr=0.1)]
     if strategy == "no_shard":
