@@ -1,4 +1,4 @@
-"""Random training jobs that save, end, and resume as another world size under another strategy
+"""Random training jobs that save, end, and resume with another world size under another strategy
 (test_elastic_programs.py).
 
 A program is drawn from a seed: a model, an optimizer's groups and options, and steps. Gradients are the same on every
@@ -91,7 +91,7 @@ class Program(NamedTuple):
         blocks = [[draw.choice(SHAPES) for _ in range(draw.randint(1, 4))] for _ in range(draw.randint(1, 3))]
         names = [f"blocks.{b}.p{i}" for b, shapes in enumerate(blocks) for i in range(len(shapes))]
         dtype = draw.choice([BF16, BF16, BF16, FP32, FP16])
-        # Not with fp16: the gradients of tied weights are added in fp32 here, in fp16 by the single process.
+        # Not with fp16: parallel models add the gradients of tied weights in fp32, the single process in fp16.
         tied = len(blocks) > 1 and dtype != FP16 and draw.random() < 0.15
         if tied:
             blocks[-1][0] = blocks[0][0]

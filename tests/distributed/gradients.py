@@ -47,7 +47,7 @@ def policy(
 def _reader(model: torch.nn.Module) -> torch_ext.AdamW:
     """Returns an optimizer whose exp_avg are the gradients, after a step that changed no weight (lr=0).
 
-    With betas of 0, exp_avg = m + (g - m) * 1 is g to the bit. m starts at -1, so that the sign of a zero in g stays,
+    With betas of 0, exp_avg = g + 0 * (m - g) is g to the bit. m starts at -1, so that the sign of a zero in g stays,
     and so that -1 everywhere means that a parameter got no gradient.
     """
     params = list(model.parameters())

@@ -75,7 +75,7 @@ def group_with_collectives() -> Any:
 def _rank(
     body: Callable[..., Any], rank: int, world_size: int, store: str, seconds: float, answer: Any, args: Any
 ) -> None:
-    """Is a rank's process: joins the group, calls `body` and sends its answer."""
+    """The body of a rank's process: joins the group, calls `body` and sends its answer."""
     import torch.distributed as dist
 
     global _TIMEOUT

@@ -149,7 +149,7 @@ def test_a_link_that_is_given_decides(strategy: str, setting: str, link_gbps: fl
 
 
 def _measured(_rank: int, _world: int, gbps: float) -> bool:
-    """Does the same with a measured speed."""
+    """Returns whether steps were compressed at a measured speed."""
     link.measure = lambda *_: gbps
     return _decided(_rank, _world, "no_shard", AUTO, None)
 
@@ -160,7 +160,7 @@ def test_a_link_that_is_measured_decides() -> None:
 
 
 def _elsewhere(rank: int, world: int) -> bool:
-    """Does the same where nothing can be compressed."""
+    """Returns whether steps were compressed where the communicator cannot compress."""
     _without()
     return _decided(rank, world, "no_shard", AUTO, 0.5)
 

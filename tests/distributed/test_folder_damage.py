@@ -1,5 +1,5 @@
-"""Folders in which anything may have been changed. A load must reject them by file and key and write to no target, or
-load what was saved, bit for bit. Nothing in a folder may be executed."""
+"""Folders in which anything may have been changed. A load must raise, name the file and the key, and write to no
+target; or load what was saved, bit for bit. Nothing in a folder may be executed."""
 
 import collections
 import enum

@@ -220,7 +220,7 @@ def _bytes_sent(rank: int, world: int, override: Any) -> int:
 
 
 def test_the_wire_is_param_dtypes() -> None:
-    """The difference between a bf16 and an 8-bit wire must be one byte per element that is reduced."""
+    """A bf16 wire must carry one byte more than an 8-bit one for each gradient element that a rank sends."""
     elements = sum(p.numel() for p in _model().parameters())
     bf16, fp8 = (ranks.run(WORLD, _bytes_sent, wire)[0] for wire in ({}, {"grad_comm_dtype": "fp8"}))
     gathered = 3 * elements  # 2 B x half of the elements for forward; most of them again for backward

@@ -63,7 +63,7 @@ def test_a_rank_that_dies_in_backward_is_a_message_on_the_others(how: str) -> No
 # -- ranks that are late ---------------------------------------------------------------------------------------------
 
 TIMEOUT = 1.5
-LATER = 1.0 + len(STRATEGIES) * 1.5 * TIMEOUT  # after a time-out, a rank asks the others for half of one who is alive
+LATER = 1.0 + len(STRATEGIES) * 1.5 * TIMEOUT  # after a time-out, asking who is alive takes up to half of one
 
 
 def _with_own_group(strategy: str) -> Any:

@@ -175,7 +175,7 @@ class _Fault:
 
 
 def _runs(rank: int, world: int, seed: int) -> tuple[str, float]:
-    """Is a rank's body: runs the call until the fault; returns the error and how long the call took."""
+    """The body of a rank: runs the call until the fault; returns the error and how long the call took."""
     call, how, kind, _, who, far, leaves = _case(seed)
     _, prepare, act, _ = CALLS[call]
     group: Any = dist.new_group(timeout=datetime.timedelta(seconds=60))

@@ -158,7 +158,8 @@ def test_one_plan_for_each_world() -> None:
 
 
 def _again(rank: int, world: int, strategy: str) -> None:
-    """Parallelizes again, from each strategy to each, while there are gradients of the first: they must be dropped."""
+    """Parallelizes again, from each strategy to each and back, with gradients of the first, which must be dropped, and
+    without gradients or with those of the second."""
     for following in STRATEGIES:
         model: Any = Given([(4,), (300,)], BF16)
         torch_ext.parallelize(model, policy(BF16, FP32), strategy=strategy)

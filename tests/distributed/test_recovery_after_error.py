@@ -244,7 +244,8 @@ def test_ranks_that_raise_before_and_after_their_first_gradient() -> None:
 
 
 def _without_zeroing(rank: int, world: int, strategy: str) -> None:
-    """Without zero_grad() gradients from before the exception count, as in torch; reduced ones count once."""
+    """Without zero_grad() gradients from before the exception count, as in torch; reduced ones count once. Under
+    optim_grads step() raises, since some sums were added already."""
     for factor, scale in ((None, 0.5), (1.0, 1.0)):
         model = _parallel(strategy, gradient_divide_factor=factor)
         optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)
@@ -302,7 +303,7 @@ def test_step_after_a_backward_that_raised_is_an_error() -> None:
 
 
 def _steps_unreduced(rank: int, world: int, strategy: str) -> None:
-    """step() with gradients from no_sync() must raise and change nothing."""
+    """step() with gradients from no_sync() must raise and change nothing. Under optim_grads it is legal."""
     model = _parallel(strategy)
     optimizers: list[Any] = [torch_ext.AdamW(model.parameters(), lr=0.1)]
     if strategy == "no_shard":

@@ -70,7 +70,9 @@ def _whole(optimizer: Any) -> list[bytes]:
 
 
 def _saved(kind: str, strategy: str, way: dict[str, bool], dtype: torch.dtype) -> tuple[Any, list[bytes]]:
-    """Returns the saved state and its bits. full_state_dict: rank 0's, which is the only one with cpu_offload."""
+    """Returns the saved state (with full_state_dict rank 0's, on every rank) or the error, and the bits of the state.
+
+    With full_state_dict and cpu_offload torch gives the state to rank 0 only."""
     model, optimizer = _build(kind, strategy, 7, dtype)
     _step(model, optimizer, range(3), dtype)
     expected = _whole(optimizer)

@@ -109,7 +109,7 @@ def test_a_checkpoint_moves_between_strategies() -> None:
 
 def _full(rank: int, world: int) -> tuple[list[torch.dtype], list[bytes]]:
     """FSDP2, where a shard may have few elements of a parameter that is not small. The state must load into a new
-    one."""
+    optimizer."""
     model, optimizer = _build(FULL)
     _steps(model, optimizer, range(2))
     whole = optimizer.consolidate_state_dict(to=None)

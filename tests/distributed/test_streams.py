@@ -132,7 +132,7 @@ def test_a_bucket_waits_for_every_stream_that_wrote_into_it() -> None:
 
 
 def _reports(rank: int, world: int) -> None:
-    """Groups with no back end for the host need one more group for reports: here the world and its two halves."""
+    """Each group with no back end for the host needs one more group, for reports: here the world and its two halves."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     factory.backend = collectives.backend = lambda group, device: "nccl"
     for group, members in ((dist.group.WORLD, [0, 1, 2, 3]), (groups[rank % 2], [rank % 2, rank % 2 + 2])):

@@ -59,7 +59,7 @@ def shard_of(param: DTensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 def mean_of_ranks(seed: int, ranks: Sequence[int], dtypes: Any, factor: float | None = None) -> list[torch.Tensor]:
-    """Returns the mean that the ranks must get: a sum in fp32, in the order of the ranks, divided in fp32.
+    """Returns the mean that the ranks must get: the sum of what they send, in fp32 and in rank order, divided in fp32.
 
     dtypes: of the gradients, the main gradients and the wire. factor: the divisor; None: the number of ranks."""
     narrow = dtypes[2] if len(ranks) > 1 and dtypes[2].itemsize < dtypes[0].itemsize else dtypes[0]

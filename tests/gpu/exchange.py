@@ -1,7 +1,7 @@
 """Trainings of one rank with an exchange in which gradients come late and streams sleep, so that a missing wait shows.
 
-Everything also runs on a CPU over gloo, where nothing is late. From there come the expected bits, and there a machine
-without a GPU checks these functions. $TORCH_EXT_EXCHANGE_DEVICE names the device.
+Everything also runs on a CPU over gloo, where nothing is late: the expected bits come from that, and these functions
+can be checked on a machine without a GPU. $TORCH_EXT_EXCHANGE_DEVICE names the device.
 """
 
 import contextlib

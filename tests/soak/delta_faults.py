@@ -160,7 +160,7 @@ def mapped(like: dict[str, Tensor], folder: pathlib.Path) -> dict[str, Tensor]:
 
 
 def _flips(_rank: int, _size: int, _group: Any, _line: Any, case: Case, _folder: pathlib.Path) -> Report:
-    """Damages one byte of a delta or cuts it, many times: apply must raise, name the damage and change no weight."""
+    """Flips one bit of a message or cuts it, many times: apply must raise, name the damage and change no weight."""
     trainer, report, draw = Trainer(case), Report(runs=_FLIPS), random.Random(case.seed)
     begin = trainer.weights()
     trainer.step()

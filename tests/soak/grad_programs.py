@@ -149,7 +149,7 @@ class Program:
         self.log.append(f"parallelize {[int(t) for t in self.trained]}")
 
     def run(self, operations: int) -> str:
-        """Does so many operations. Returns what is wrong, and after which operations; "" if nothing is."""
+        """Does `operations` operations. Returns what is wrong, and after which operations; "" if nothing is."""
         for _ in range(operations):
             weights = [10, 4, 3, 2, 2, 1]
             chosen: Callable[[], None] = self.draw.choices(

@@ -153,7 +153,7 @@ def _raise(*_: Any) -> None:
 
 
 def train(rank: int, size: int, group: Any, line: Line, case: Case) -> Report:
-    """Is the body of a rank: trains, with the case's fault, and reports."""
+    """The body of a rank: trains, with the case's fault, and reports."""
     report, weights = Report(), list[list[torch.Tensor]]()
     begin = time.monotonic()
     trainer: Trainer | None = None

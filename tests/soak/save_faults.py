@@ -1,6 +1,6 @@
 """Faults of checkpoints: saves that are killed, files in which bits flip, full disks, two jobs that save to one folder.
 
-The last complete checkpoint must always load, and a damaged one must be rejected by file and key."""
+The last complete checkpoint must always load. For a damaged one the error must name the file and the key."""
 
 import pathlib
 import random
@@ -216,7 +216,9 @@ def _checks(
 
 
 def _flips(rank: int, size: int, group: Any, _line: Any, case: Case, folder: pathlib.Path) -> Report:
-    """Damages one byte of a file or cuts it, many times: load must raise, and name the file and the key."""
+    """Flips one bit of a file or cuts it, many times: load must give what was saved, or raise and name the file.
+
+    If the bit is inside of an item, the error must name its key, too."""
     place = Place(case, folder / "place", rank, group)
     place.save(1)
     report = Report(runs=_FLIPS)

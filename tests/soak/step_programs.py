@@ -123,7 +123,7 @@ class Program:
             optimizer.param_groups[index][key] = value
 
     def _refused(self) -> None:
-        """Takes a step with an illegal option, which must raise and change no bit."""
+        """Takes a step with an illegal option, which must change no bit, and raise if a parameter has a gradient."""
         self._gradients()
         self.log.append("step with eps = -1")
         before = [p.detach().clone() for p in self.params]

@@ -154,7 +154,7 @@ def test_a_part_of_the_soak(name: str) -> None:
 
 @pytest.mark.parametrize("kind", FULL_DISKS)
 def test_disks_were_full(kind: str) -> None:
-    """Skips, and so counts, if no tmpfs may be mounted here."""
+    """Skips if no tmpfs may be mounted here. Skips are counted, so this does not pass unnoticed."""
     if reason := skipped(part("faults of saves, and of weights that travel")).get(kind):
         pytest.skip(f"the soak's full disks: {reason}")
 

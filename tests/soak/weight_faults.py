@@ -1,6 +1,6 @@
 """Faults of incremental weights: ranks that are killed while they save, files in which bits flip, full disks.
 
-The last version whose parts are all there must load bit for bit, and damage must be rejected by the file's name."""
+The last version whose parts are all there must load bit for bit. Damage must be an error that names the file."""
 
 import os
 import pathlib
@@ -102,7 +102,7 @@ def _saves(rank: int, _size: int, group: Any, line: Line, case: Case, folder: pa
 
 
 def _flips(_rank: int, _size: int, _group: Any, _line: Any, case: Case, folder: pathlib.Path) -> Report:
-    """Damages one byte of a file or cuts it, many times: load_weights must raise and name the file."""
+    """Flips one bit of a file or cuts it, many times: load_weights must raise and name the file."""
     trainer, report, draw = delta_faults.Trainer(case), Report(runs=_FLIPS), random.Random(case.seed)
     saver = _saver(case, trainer, folder)
     for _ in range(_VERSIONS):

@@ -84,7 +84,7 @@ _ORDER = struct.Struct("di")
 
 
 def _strike(orders: int, victim: int) -> None:
-    """Is the helper process: sends the requested signals to `victim`, and ends when the victim does."""
+    """The body of the helper process: sends the requested signals to `victim`, and ends when the victim does."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         for descriptor in range(3, max(orders, victim) + 64):
@@ -143,7 +143,7 @@ class Rank:
 
 
 def _run(body: Callable[[Line], Any], pipe: Any, log: pathlib.Path) -> None:
-    """Is a forked process: calls `body`, sends the answer and exits."""
+    """The whole life of a forked process: calls `body`, sends the answer and exits; never returns."""
     status = 1
     try:
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

@@ -241,7 +241,7 @@ def master_resync(
 
 
 def master_checksum(master: torch.dtype = F32, mode: int = 0) -> list[Any]:
-    """Returns arguments in which all weights with elements were written after their checksums were computed."""
+    """Returns arguments in which the last element of every weight was written after the checksums were computed."""
     numels = (5, 1030, 0, 4100)
     params = randoms(numels, BF16)
     masters = [p.float() if master is F32 else torch.ones(p.numel(), dtype=I16) for p in params]

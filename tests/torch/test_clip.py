@@ -40,8 +40,8 @@ def test_G2_norm_is_the_true_one(name: str) -> None:
 
 @pytest.mark.parametrize("share", [0.1, 1.0, 10.0], ids=["clipped", "at the edge", "not clipped"])
 def test_G2_step_applies_the_coefficient(share: float) -> None:
-    """Same result as torch, which scales gradients in place before the step: the coefficient is max_norm / (norm +
-    1e-6) where that is below 1."""
+    """Same result as torch, which scales gradients in place before the step. The coefficient is
+    max_norm / (norm + 1e-6) where that is below 1."""
     ours, theirs = optimizer_of(), params_of("fp32")
     reference = torch_ext.AdamW(theirs, lr=1e-2)
     for step in range(3):

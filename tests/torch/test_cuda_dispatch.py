@@ -146,8 +146,8 @@ def test_only_calls_that_look_at_samples_get_a_workspace(sample: str, found: dic
 
 
 def test_torch_itself_makes_the_device_current_for_each_call(found: dict[str, Any]) -> None:
-    """torch's guard is active around each call. torch remembers per thread where making another device current would
-    create a context."""
+    """torch's guard is active around each call. If making the device current would create a context, torch only
+    remembers the device, per thread."""
     assert {guards for _, _, calls in found["samples"].values() for *_, guards in calls} == {1}
     assert found["guards"] == [0, 1 << 1 | 1 << 0], "of cuda:1, and of cuda:0 for the call before this"
 

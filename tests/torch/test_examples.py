@@ -209,7 +209,7 @@ def test_muon() -> None:
 
 
 def test_bytes_that_were_lost_on_their_way_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two sockets whose tcp_info reports 1000 bytes sent, 300 of them again, and 50 with 7."""
+    """Two sockets whose tcp_info reports 300 of 1000 sent bytes, and 7 of 50, as retransmissions."""
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "gpt"))
     measure = importlib.import_module("measure")
     answers = iter([(1000, 300), (50, 7)])

@@ -12,7 +12,7 @@ from training import WITH_MASTER, OperatorCalls, bits, params_of, policy_of, set
 
 import torch_ext
 
-SAMPLED = 4096  # up to so many elements a weight is compared as a whole, also when samples are compared
+SAMPLED = 4096  # weights of up to this many elements are compared as a whole, even where others are sampled
 
 
 def constant(optimizer: torch_ext.AdamW) -> list[Tensor]:

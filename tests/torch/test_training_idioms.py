@@ -301,8 +301,8 @@ def converted_there_and_back(make: Make) -> list[float]:
 
 @idiom
 def resized_in_training(make: Make) -> list[float]:
-    """As transformers' resize_token_embeddings: the same parameter with new data. Its state is removed and starts
-    anew."""
+    """As transformers' resize_token_embeddings: the same parameter with new data. Its state is removed, and a
+    new one is created."""
     model = net()
     optimizer = make(model.parameters(), lr=1e-2)
     losses = trained(model, optimizer, range(4))
