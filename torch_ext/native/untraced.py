@@ -23,7 +23,7 @@ def untraced(method: _F) -> _F:
 
 
 class _Untraced:
-    """Placeholder for the method in its class, until any method decorated with `untraced` is looked up."""
+    """Stands for the method in its class, until any method decorated with `untraced` is looked up."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         functools.update_wrapper(cast(Any, self), method)
@@ -34,7 +34,7 @@ class _Untraced:
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         with _lock:
-            while _waiting:  # replace all placeholders: the next lookup may be while torch.compile traces
+            while _waiting:  # replace all of them: the next lookup may be while torch.compile traces
                 holder, name, waiting = _waiting[-1]
                 waiting._method = torch.compiler.disable(waiting._method)
                 if holder.__dict__.get(name) is waiting:

@@ -52,9 +52,8 @@ def load_policy(
         state is fp32 unless asked otherwise.
     full_shard: the defaults of full sharding (distributed optimizer, NaN check, optim_grads_params, overlap).
     optimizer_config: settings of the optimizer. An optimizer with this policy starts from lr, weight_decay, adam_beta1,
-        adam_beta2, adam_eps, clip_grad and optimizer, if they are set here or by an override (see Adam); min_lr is
-        carried for schedulers. Only an override may replace what follows from the model's dtype or full_shard: a
-        setting that contradicts it raises ValueError.
+        adam_beta2, adam_eps, clip_grad and optimizer, if set here or by an override (see Adam); min_lr is for
+        schedulers. ValueError if a setting contradicts the model's dtype or full_shard: only an override may.
     override_optimizer_config, override_ddp_config: a mapping whose keys win one by one, or a hook. A hook is called
         once with the resolved policy and returns such a mapping (or None).
 
@@ -169,7 +168,7 @@ def _hook(what: str, ask: Callable[[Policy], Any], keep: list[Any], raised: list
     def hook(_ctx: Any, address: Any, settings: Any, n: Any, error: Any) -> int:
         try:
             struct = PolicyStruct.from_address(address)
-            # The hook sees decided values, but placeholders for their origins: these are known only at the end.
+            # The hook sees decided values, but no origins yet: these are known only at the end.
             answer = ask(Policy(_decode(struct), {row.name: (0, -1) for row in rows()}))
             count, array = _settings(f"the answer of {what}", answer, keep)
         except BaseException as problem:  # cannot pass through C; load_policy re-raises it
