@@ -41,11 +41,11 @@ typedef struct tx_staging {
 #define TX_STAGING_INIT \
   { .size = sizeof(tx_staging), .slots = 1 }
 
-/* tx_adamw for parameters and gradients that copy_ops copies, as from a GPU; gives the same bits. The addresses of params and grads are only
- * passed to copy_ops; all other memory is the host's. Gradients are copied to the host and weights back. Weights are
- * copied to the host too if they have no master, or a remainder in place of one. So on_external_write can compare
- * checksums only of weights with remainders; checksums of weights with F32 masters are just renewed. TX_EXTERNAL_CHECK
- * is not legal.
+/* tx_adamw for parameters and gradients that copy_ops copies, as from a GPU; gives the same bits. The addresses of
+ * params and grads are only passed to copy_ops; all other memory is the host's. Gradients are copied to the host and
+ * weights back. Weights are copied to the host too if they have no master, or a remainder in place of one. So
+ * on_external_write can compare checksums only of weights with remainders; checksums of weights with F32 masters are
+ * just renewed. TX_EXTERNAL_CHECK is not legal.
  *
  * When the call returns, weights may still be on their way back. The next call may use the same staging memory if its
  * slots are as large and the widest dtypes are the same; otherwise wait until the copies are done. If a copy fails,
