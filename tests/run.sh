@@ -40,7 +40,7 @@ else
 fi
 say "the C example again, from a workspace that depends on @torch_ext"
 # The library is compiled again there. Its loops, compiled four times, take most of the time. The test is about
-# about linking, so -Og is enough for them.
+# linking, so -Og is enough for them.
 run_tests examples/c consumer --per_file_copt=kernels_isa@-Og //...
 (cd examples/c && bazel shutdown)
 "$TORCH_EXT_PYTHON" tests/tally.py "$logs"
