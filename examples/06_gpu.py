@@ -108,7 +108,7 @@ def train(captures: bool = True, offloads: bool = True) -> tuple[list[float], li
             loss = loss_of(model, step)
             loss.backward()
             lr.fill_(rate(step))
-            if captures and i > 0:  # step 0 of a phase creates what the graph uses
+            if captures and i > 0:  # step 0 creates, or brings back, what the graph uses
                 update()
             else:
                 clip_and_step()

@@ -86,7 +86,7 @@ def train_step(model: Any, optimizer: torch.optim.Optimizer, step: int, device: 
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: LambdaLR) -> dict[str, Any]:
-    weights, states = get_state_dict(model, optimizer)  # of what the strategy splits, this rank's part
+    weights, states = get_state_dict(model, optimizer)  # this rank's part of whatever the strategy splits
     return {"model": weights, "optimizer": states, "scheduler": scheduler}
 
 

@@ -39,7 +39,8 @@ else
   echo "no aarch64-linux-gnu-g++ or no qemu-aarch64: nothing was built or run for aarch64" >"$logs/aarch64.skipped"
 fi
 say "the C example again, from a workspace that depends on @torch_ext"
-# The library is compiled again there, mostly its loops, four times. The point is linking, so -Og is enough.
+# The library is compiled again there. Its loops, compiled four times, take most of the time. The test is about
+# linking, so -Og is enough for them.
 run_tests examples/c consumer --per_file_copt=kernels_isa@-Og //...
 (cd examples/c && bazel shutdown)
 "$TORCH_EXT_PYTHON" tests/tally.py "$logs"

@@ -18,7 +18,7 @@ import torch_ext
 
 
 class Counting(torch.utils.data.Dataset):
-    """Sequences that count upwards, each from another number."""
+    """Sequences that count upwards, each from a random number."""
 
     def __len__(self) -> int:
         return 256
