@@ -44,7 +44,7 @@ def _cuda_toolkit_impl(ctx):
                 runtime = candidate
     if wanted == "1" and not (nvcc and runtime):
         fail("TORCH_EXT_CUDA=1, but %s: install the CUDA toolkit or set CUDA_HOME" % (
-            "nvcc has no libcudart_static.a beside it" if nvcc else "nvcc was not found"
+            "nvcc has no libcudart_static.a next to it" if nvcc else "nvcc was not found"
         ))
     found = bool(nvcc and runtime) and wanted != "0"
     ctx.file("WORKSPACE", "workspace(name = %r)\n" % ctx.name)

@@ -34,7 +34,7 @@ __device__ __forceinline__ void begin_extras() {
 }
 
 /* tensor: the one that the warp leaves; -1 for none. */
-__device__ __forceinline__ void leave_extras(const tx_step_table &t, int32_t tensor) {
+__device__ __forceinline__ void store_extras(const tx_step_table &t, int32_t tensor) {
   if (tensor >= 0 && t.entries[tensor].extras.health) tx_health_flush(t.entries[tensor].extras.health);
 }
 
@@ -66,7 +66,7 @@ __device__ __forceinline__ void mark_resynced(const tx_step_table &t) {
 __device__ __forceinline__ void note_vector(const tx_step_table &t, const tx_step_entry &e, const extras_state &w,
                                             const tx_lane_elements &here, bool written, const tx_vector_weights &before,
                                             const tx_vector_weights &now, const tx_dtype param, const tx_dtype master) {
-  tx_leave_vector(e.extras, here, w.turn, t.common.ema_weight, written, before, now, param, master);
+  tx_store_extras_vector(e.extras, here, w.turn, t.common.ema_weight, written, before, now, param, master);
 }
 
 #else
@@ -74,7 +74,7 @@ __device__ __forceinline__ void note_vector(const tx_step_table &t, const tx_ste
 struct extras_state {};
 
 __device__ __forceinline__ void begin_extras() {}
-__device__ __forceinline__ void leave_extras(const tx_step_table &, int32_t) {}
+__device__ __forceinline__ void store_extras(const tx_step_table &, int32_t) {}
 __device__ __forceinline__ void enter_extras(extras_state &, const tx_step_table &, const tx_step_entry &, int64_t) {}
 __device__ __forceinline__ void note_resynced(const tx_step_table &, int32_t) {}
 __device__ __forceinline__ void mark_resynced(const tx_step_table &) {}

@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(TX_BLOCK_THREADS, 2) step(const __grid_constan
     enter_tensor(w, t, tile.tensor, admitted, compares);
     resynced += step_tile<WEIGHT, MOMENTS>(t, tile, next, w);
   }
-  leave_extras(t, w.tensor);
+  store_extras(t, w.tensor);
   if (tx_lane_id() == 0) tx_count(t.common.resynced, resynced);
   count_steps(t);
 }

@@ -33,7 +33,7 @@ __device__ __forceinline__ tx_noise noise_of(const tx_step_table &t, const tx_st
 __device__ __forceinline__ void enter_tensor(tensor_state &w, const tx_step_table &t, int32_t tensor,
                                              const tx_step_admission &admitted, const bool compares) {
   if (w.tensor == tensor) return;
-  leave_extras(t, w.tensor);
+  store_extras(t, w.tensor);
   const tx_step_entry &e = t.entries[tensor];
   const float before = tx_read_value<float>(e.step);
   const int64_t step = (int64_t)before + 1;

@@ -9,10 +9,11 @@
 
 /* Weights `before` become `now`. written: whether the block's weights were written externally. ema_weight:
  * 1 - ema_decay. Every lane of the warp has to call it. */
-static __device__ __forceinline__ void tx_leave_vector(const tx_entry_extras &x, const tx_lane_elements &here,
-                                                       const tx_ema_turn &turn, float ema_weight, bool written,
-                                                       const tx_vector_weights &before, const tx_vector_weights &now,
-                                                       const tx_dtype param, const tx_dtype master) {
+static __device__ __forceinline__ void tx_store_extras_vector(const tx_entry_extras &x, const tx_lane_elements &here,
+                                                              const tx_ema_turn &turn, float ema_weight, bool written,
+                                                              const tx_vector_weights &before,
+                                                              const tx_vector_weights &now, const tx_dtype param,
+                                                              const tx_dtype master) {
   if (x.changed || x.health) {
     const tx_vector_change change = tx_change_of(before, now, here.count, param, master);
     if (x.changed) tx_note_change(x, here, change, written);

@@ -85,8 +85,8 @@ __device__ __forceinline__ int64_t step_tile(const table &t, const tx_tile &tile
       if (drops) was.master[i] = 0u;
     tx_muon_step_vector(is, was, e, t.common.rounding, rates, here.first, here.count);
     const tx_vector_weights before = {&was.weight, &was.master}, now = {&is.weight, &is.master};
-    tx_leave_vector(e.extras, here, turn, t.common.ema_weight, written, before, now, (tx_dtype)e.param_dtype,
-                    (tx_dtype)e.master_dtype);
+    tx_store_extras_vector(e.extras, here, turn, t.common.ema_weight, written, before, now, (tx_dtype)e.param_dtype,
+                           (tx_dtype)e.master_dtype);
     tx_muon_write(is, e, here.first, here.count);
   }
   return drops ? tile.count : 0;

@@ -127,7 +127,7 @@ def connected(host: str) -> socket.socket:
         with contextlib.suppress(OSError):
             return socket.create_connection((host, PORTS[1]))
         time.sleep(0.1)
-    sys.exit(f"nobody answers at {host}")
+    sys.exit(f"no answer from {host}")
 
 
 def told(peers: list[socket.socket], message: bytes) -> list[bytes]:

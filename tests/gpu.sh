@@ -67,7 +67,7 @@ if [ -n "$pack" ]; then
   done
   [ -d "$pack/variants" ] || say "without variants: they are not built (bazel build //cuda:variants)"
   size=$(du -sm "$pack" | cut -f1)
-  [ "$size" -le 40 ] || die "$pack has $size MB; 40 may travel"
+  [ "$size" -le 40 ] || die "$pack has $size MB; at most 40 are legal"
   # A folder inside the checkout must not be committed, so git ignores it; it is copied only where it is named.
   if inside=$(git -C "$pack" rev-parse --show-toplevel 2>/dev/null) && ! git -C "$pack" check-ignore -q .; then
     exclude=$(git -C "$inside" rev-parse --path-format=absolute --git-path info/exclude)

@@ -270,7 +270,7 @@ int32_t tx_cycle_missing(tx_cycle *c, int64_t i, int32_t grad, int32_t requires_
 void tx_cycle_fail(tx_cycle *c, const char *text) {
   if (tx_cycle_has_failed(c)) return;
   (void)snprintf(c->failure, sizeof c->failure, "%s", text && text[0] ? text : "an error");
-  tx_text_mend(c->failure);
+  tx_text_repair(c->failure);
 }
 
 void tx_cycle_died(tx_cycle *c, const uint8_t *modified) {

@@ -86,7 +86,7 @@ static void end_list(tx_cycle *c, const tx_text *list, const char *remedy) {
   const int cut = list->length >= list->capacity;
   tx_text text = {c->verdict, sizeof c->verdict, cut ? list->capacity - 1 : list->length};
   tx_text_add(&text, "%s%s", cut ? " ..." : "", remedy);
-  tx_text_mend(c->verdict);
+  tx_text_repair(c->verdict);
 }
 
 static int64_t word_of(const uint8_t *report, int64_t k) {

@@ -47,12 +47,12 @@ static int64_t workspace(const extent *e, int copied, int32_t dtype) {
 }
 
 static int64_t products_in(const tx_memory_args *args, int32_t dtype) {
-  const extent all = extent_of(args, dtype, 0), beside = extent_of(args, dtype, 1);
+  const extent all = extent_of(args, dtype, 0), in_lanes = extent_of(args, dtype, 1);
   const int alone = args->layout->world == 1, cut = !alone && args->strategy != TX_NO_SHARD;
-  const int64_t lanes = cut ? 0 : beside.n < args->threads ? beside.n : args->threads;
-  const int64_t others = lanes > 1 ? (lanes - 1) * workspace(&beside, all.copied, dtype) : 0;
-  const int64_t slots = beside.n < lanes * TX_MUON_PER_LANE ? beside.n : lanes * TX_MUON_PER_LANE;
-  const int64_t momenta = lanes > 1 ? slots * ((beside.whole + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE) : 0;
+  const int64_t lanes = cut ? 0 : in_lanes.n < args->threads ? in_lanes.n : args->threads;
+  const int64_t others = lanes > 1 ? (lanes - 1) * workspace(&in_lanes, all.copied, dtype) : 0;
+  const int64_t slots = in_lanes.n < lanes * TX_MUON_PER_LANE ? in_lanes.n : lanes * TX_MUON_PER_LANE;
+  const int64_t momenta = lanes > 1 ? slots * ((in_lanes.whole + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE) : 0;
   return workspace(&all, all.copied, dtype) + others + (alone ? most(all.whole, momenta) : 0);
 }
 

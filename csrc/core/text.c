@@ -83,7 +83,7 @@ static int character_bytes(const unsigned char *at) {
   return is_longer_than_needed || is_surrogate || is_past_the_last ? 0 : bytes;
 }
 
-void tx_text_mend(char *text) {
+void tx_text_repair(char *text) {
   for (int bytes; *text; text += bytes ? bytes : 1) {
     bytes = character_bytes((const unsigned char *)text);
     if (bytes == 0) *text = '?';
@@ -92,7 +92,7 @@ void tx_text_mend(char *text) {
 
 void tx_text_message(char *data, size_t capacity, const char *format, va_list arguments) {
   (void)tx_text_vformat(data, capacity, format, arguments);
-  tx_text_mend(data);
+  tx_text_repair(data);
 }
 
 double tx_text_number(const char *text, char **end) {

@@ -14,9 +14,9 @@ int tx_text_format(char *data, size_t capacity, const char *format, ...) __attri
 
 /* Replaces each byte that is not part of a complete UTF-8 character by '?': names may be any bytes, and are cut
  * anywhere. */
-void tx_text_mend(char *text);
+void tx_text_repair(char *text);
 
-/* Formats a message: tx_text_vformat, then tx_text_mend. */
+/* Formats a message: tx_text_vformat, then tx_text_repair. */
 void tx_text_message(char *data, size_t capacity, const char *format, va_list arguments)
     __attribute__((format(printf, 3, 0)));
 

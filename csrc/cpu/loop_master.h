@@ -95,22 +95,22 @@ TX_FN int64_t tx_resync_i16(void *remainders, int64_t n, int32_t mode) {
 }
 
 /* A loop for each row of weights with a master; returns how many elements changed. */
-#define TX_RESYNC_BESIDE_NONE_(param)
-#define TX_RESYNC_BESIDE_F32_(param)                                                                   \
+#define TX_RESYNC_WITH_NONE_(param)
+#define TX_RESYNC_WITH_F32_(param)                                                                     \
   static int64_t tx_resync_##param##_F32(const void *params, void *masters, int64_t n, int32_t mode) { \
     if (mode == TX_RESYNC_ALL) return tx_resync_f32(params, masters, n, TX_##param, 1, 1);             \
     if (mode == TX_RESYNC_COUNT) return tx_resync_f32(params, masters, n, TX_##param, 0, 0);           \
     return tx_resync_f32(params, masters, n, TX_##param, 0, 1);                                        \
   }
-#define TX_RESYNC_BESIDE_I16_(param)                                                                   \
+#define TX_RESYNC_WITH_I16_(param)                                                                     \
   static int64_t tx_resync_##param##_I16(const void *params, void *masters, int64_t n, int32_t mode) { \
     (void)params;                                                                                      \
     return tx_resync_i16(masters, n, mode);                                                            \
   }
-#define TX_RESYNC_LOOP_(index, param, master, ...) TX_RESYNC_BESIDE_##master##_(param)
+#define TX_RESYNC_LOOP_(index, param, master, ...) TX_RESYNC_WITH_##master##_(param)
 TX_FOR_EACH_WEIGHT(TX_RESYNC_LOOP_)
-#undef TX_RESYNC_BESIDE_F32_
-#undef TX_RESYNC_BESIDE_I16_
+#undef TX_RESYNC_WITH_F32_
+#undef TX_RESYNC_WITH_I16_
 
 /* Initialiser of tx_kernels.resync: NULL in the rows without a master. */
 #define TX_RESYNC_ENTRY_NONE_(index, param)

@@ -34,9 +34,9 @@ static tx_weights_and_masters weights_and_masters_of(const tx_adamw_args *args) 
 /* Makes a step that is not skipped. room: large enough for everything. */
 static tx_status step_all(tx_step *step, const tx_work_room *room, const tx_parallel *parallel, tx_error *error) {
   const tx_adamw_args *args = step->args;
-  const tx_weights_and_masters beside = weights_and_masters_of(args);
+  const tx_weights_and_masters weights = weights_and_masters_of(args);
   if (args->on_external_write == TX_EXTERNAL_RESYNC)
-    TX_FORWARD(tx_handle_external_writes(&beside, &step->resynced, room, parallel, error));
+    TX_FORWARD(tx_handle_external_writes(&weights, &step->resynced, room, parallel, error));
   const tx_parallel_work work = {.n = args->n,
                                  .tensors = args->params,
                                  .piece = step_piece,
@@ -53,8 +53,8 @@ static tx_status step_all(tx_step *step, const tx_work_room *room, const tx_para
 tx_status tx_adamw(const tx_adamw_args *args, const tx_parallel *parallel, tx_error *error) {
   TX_FORWARD(tx_check_parallel(parallel, error));
   TX_FORWARD(tx_check_adamw(args, 1, error));
-  const size_t notice_bytes = tx_external_writes_bytes(args->n), step_bytes = sizeof(tx_step_local);
-  const size_t local_bytes = args->checksums && notice_bytes > step_bytes ? notice_bytes : step_bytes;
+  const size_t writes_bytes = tx_external_writes_bytes(args->n), step_bytes = sizeof(tx_step_local);
+  const size_t local_bytes = args->checksums && writes_bytes > step_bytes ? writes_bytes : step_bytes;
   tx_work_room room; /* allocated now, so that nothing fails for lack of memory once something is written */
   TX_FORWARD(tx_work_room_make(&room, args->n, args->params, tx_step_alignment(args), tx_threads_of(parallel),
                                local_bytes, error));
@@ -62,8 +62,8 @@ tx_status tx_adamw(const tx_adamw_args *args, const tx_parallel *parallel, tx_er
   tx_step step;
   if (args->on_external_write == TX_EXTERNAL_CHECK) {
     int64_t none = 0;
-    const tx_weights_and_masters beside = weights_and_masters_of(args);
-    status = tx_handle_external_writes(&beside, &none, &room, parallel, error);
+    const tx_weights_and_masters weights = weights_and_masters_of(args);
+    status = tx_handle_external_writes(&weights, &none, &room, parallel, error);
   } else if (tx_step_begin(args, &step)) {
     step.stream_store = weights_of(args) > TX_STEP_CACHED;
     status = step_all(&step, &room, parallel, error);

@@ -144,9 +144,9 @@ static void count_steps(const tx_muon_update_args *args) {
 /* Updates all parameters. room: large enough for everything. */
 static tx_status update_all(update_context *c, const tx_work_room *room, const tx_parallel *parallel, tx_error *error) {
   const tx_muon_update_args *a = c->args;
-  const tx_weights_and_masters beside = {a->n, a->params, a->masters, a->checksums, a->on_external_write, a->moved};
+  const tx_weights_and_masters weights = {a->n, a->params, a->masters, a->checksums, a->on_external_write, a->moved};
   if (a->on_external_write != TX_EXTERNAL_IGNORE)
-    TX_FORWARD(tx_handle_external_writes(&beside, &c->resynced, room, parallel, error));
+    TX_FORWARD(tx_handle_external_writes(&weights, &c->resynced, room, parallel, error));
   if (a->on_external_write == TX_EXTERNAL_CHECK) return TX_OK;
   const tx_parallel_work work = {.n = a->n,
                                  .tensors = a->params,
@@ -165,10 +165,10 @@ static tx_status update_all(update_context *c, const tx_work_room *room, const t
 tx_status tx_muon_update(const tx_muon_update_args *args, const tx_parallel *parallel, tx_error *error) {
   TX_FORWARD(tx_check_parallel(parallel, error));
   TX_FORWARD(tx_check_muon_update(args, 1, error));
-  const size_t notice_bytes = tx_external_writes_bytes(args->n);
+  const size_t writes_bytes = tx_external_writes_bytes(args->n);
   tx_work_room room; /* allocated now, so that nothing fails for lack of memory once something is written */
   TX_FORWARD(tx_work_room_make(&room, args->n, args->params, TX_SAMPLED, tx_threads_of(parallel),
-                               notice_bytes > sizeof(int64_t) ? notice_bytes : sizeof(int64_t), error));
+                               writes_bytes > sizeof(int64_t) ? writes_bytes : sizeof(int64_t), error));
   update_context context = {args, tx_kernels_selected(), 0, leaves_caches(args->params, args->n)};
   const tx_status status = update_all(&context, &room, parallel, error);
   tx_work_room_free(&room);

@@ -22,8 +22,8 @@ static tx_status check_extras(const tx_step_outputs *outputs, int64_t i, tx_erro
   if (tx_at_or_none(outputs->healths, i).numel && (uintptr_t)outputs->healths[i].data % sizeof(int64_t)) {
     return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "healths[%lld] must begin at a multiple of 8 bytes", (long long)i);
   }
-  const int beside = tx_at_or_none(outputs->moved, i).numel || tx_at_or_none(outputs->distances, i).numel;
-  if (beside && !tx_at_or_none(outputs->changed, i).numel) {
+  const int needs_changed = tx_at_or_none(outputs->moved, i).numel || tx_at_or_none(outputs->distances, i).numel;
+  if (needs_changed && !tx_at_or_none(outputs->changed, i).numel) {
     return tx_fail(error, TX_ERROR_SHAPE,
                    "moved[%lld] or distances[%lld] without changed[%lld]; they are legal together with it",
                    (long long)i, (long long)i, (long long)i);

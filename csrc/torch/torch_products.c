@@ -148,12 +148,12 @@ static tx_status check(const tx_muon_job *jobs, int64_t n, const tx_muon_workspa
 tx_status tx_torch_orthogonalise_with(const tx_torch_abi *abi, const tx_parallel *pool, tx_muon_job *jobs, int64_t n,
                                       const tx_muon_workspace *workspaces, int64_t n_workspaces, tx_error *error) {
   TX_FORWARD(check(jobs, n, workspaces, n_workspaces, error));
-  int64_t beside = 0;
+  int64_t in_lanes = 0;
   for (int64_t i = 0; i < n; i++)
-    beside += jobs[i].alone != 0;
+    in_lanes += jobs[i].alone != 0;
   region r = {abi, jobs, n, workspaces, n_workspaces, 0};
   const int64_t lanes = n_workspaces < 2 ? 2 : n_workspaces; /* for a single task torch's pool opens no region */
-  if (beside > 0) pool->run(pool->ctx, lanes, orthogonalise_lane, &r);
+  if (in_lanes > 0) pool->run(pool->ctx, lanes, orthogonalise_lane, &r);
   for (int64_t i = 0; i < n; i++) {
     if (!jobs[i].alone) orthogonalise(abi, pool, &jobs[i], workspaces);
   }

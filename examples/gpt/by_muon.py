@@ -122,8 +122,8 @@ def main() -> None:
     rows = [["optimizer", "bytes per parameter", "held-out loss, each seed", "mean - torch.optim.Muon's"]]
     for c, runs in found.items():
         of_seeds = ", ".join(f"{loss:.4f}" for loss in losses[c])
-        beside = "" if c is REFERENCE else f"{statistics.mean(losses[c]) - mean:+.4f}"
-        rows.append([c.label, f"{runs[0][1]:.2f}", of_seeds, beside])
+        difference = "" if c is REFERENCE else f"{statistics.mean(losses[c]) - mean:+.4f}"
+        rows.append([c.label, f"{runs[0][1]:.2f}", of_seeds, difference])
     parameters = sum(p.numel() for p in GPT(stage.config).parameters())
     print(
         f"Byte-level GPT, {parameters:,} parameters, {stage.steps} steps of {stage.batch} x {stage.config.context} "

@@ -110,8 +110,8 @@ def table(results: list[Result]) -> str:
     rows = [["gradients", "seed", "bytes sent per parameter and step", "held-out loss, nats/byte", "- fp32 wire"]]
     fp32 = {r.run.seed: r.held_out for r in results if r.run.name == RUNS[0].name}
     for r in results:
-        beside = "" if r.run.name == RUNS[0].name else f"{r.held_out - fp32[r.run.seed]:+.4f}"
-        rows.append([r.run.name, str(r.run.seed), f"{r.bytes_sent:.2f}", f"{r.held_out:.4f}", beside])
+        difference = "" if r.run.name == RUNS[0].name else f"{r.held_out - fp32[r.run.seed]:+.4f}"
+        rows.append([r.run.name, str(r.run.seed), f"{r.bytes_sent:.2f}", f"{r.held_out:.4f}", difference])
     return markdown(rows)
 
 

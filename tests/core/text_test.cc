@@ -85,18 +85,18 @@ TEST(Text, every_character_is_kept_and_every_part_of_one_is_not) {
     if (point >= 0xd800 && point < 0xe000) continue;
     const std::string character = Encoded(point);
     std::string text = "a" + character + "b";
-    tx_text_mend(text.data());
+    tx_text_repair(text.data());
     ASSERT_EQ(text, "a" + character + "b") << point;
     for (size_t bytes = 1; bytes < character.size(); bytes++) {
       std::string cut = character.substr(0, bytes) + "'" + character.substr(bytes);
-      tx_text_mend(cut.data());
+      tx_text_repair(cut.data());
       ASSERT_EQ(cut, std::string(bytes, '?') + "'" + std::string(character.size() - bytes, '?')) << point;
     }
   }
   for (const char *none : {"\xc0\x80", "\xc1\xbf", "\xe0\x9f\xbf", "\xed\xa0\x80", "\xed\xbf\xbf", "\xf0\x8f\xbf\xbf",
                            "\xf4\x90\x80\x80", "\xf5\x80\x80\x80", "\xff", "\x80"}) {
     std::string text = none;
-    tx_text_mend(text.data());
+    tx_text_repair(text.data());
     EXPECT_EQ(text, std::string(text.size(), '?'));
   }
 }
@@ -114,7 +114,7 @@ TEST(Text, messages_are_utf8_whatever_they_name) {
     ASSERT_NE(tx_dtype_coerce(gen() % 2 ? "main_grads_dtype" : word.c_str(), word.c_str(), &dtype, &error), TX_OK);
     std::string mended = error.message;
     ASSERT_GT(mended.size(), 10u);
-    tx_text_mend(mended.data());
+    tx_text_repair(mended.data());
     ASSERT_EQ(mended, error.message) << round;
   }
 }

@@ -64,7 +64,7 @@ class _Program:
     def parallelize(self) -> None:
         torch_ext.parallelize(self.model, self.policy, strategy=self.how, process_group=self.group)
 
-    def anew(self) -> None:
+    def rebuild(self) -> None:
         self.model = _model()
         self.parallelize()
 
@@ -93,7 +93,7 @@ class _Program:
 _OURS = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 _SHARDED = _OURS[1:]
 CALLS: dict[str, tuple[list[str], Callable[[Any], Any], Callable[[Any], Any], str]] = {
-    "parallelize": (_OURS, lambda p: None, _Program.anew, "^parallelize: "),
+    "parallelize": (_OURS, lambda p: None, _Program.rebuild, "^parallelize: "),
     "register_comm_hook": (["hook"], lambda p: _bare(p), _Program.hook, "^register_comm_hook: "),
     "backward": ([*_OURS, "hook"], lambda p: p.model.zero_grad(), _Program.backward, "gradient|weights of"),
     "step": (["optim", "optim_grads"], _Program.backward, lambda p: p.optimizer.step(), "weights of bucket"),

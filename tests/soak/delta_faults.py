@@ -204,13 +204,13 @@ def _after_publish(_rank: int, _size: int, _group: Any, _line: Any, case: Case, 
         subscriber.apply(file.read_bytes(), case.verify)  # type: ignore[arg-type]
         if not same(engine, weights[version]) or subscriber.version != version:
             return f"{file.name} makes other weights"
-    anew = Trainer(case)  # a restarted trainer, whose publisher begins a new chain of deltas
-    anew.step()
-    error = refused(subscriber, anew.publisher.publish())
+    restarted = Trainer(case)  # a restarted trainer, whose publisher begins a new chain of deltas
+    restarted.step()
+    error = refused(subscriber, restarted.publisher.publish())
     if files and not re.search("chain|trainer|publisher", error):  # without files the engine follows no publisher yet
-        return "the delta of the publisher that was made anew is not refused by name"
-    subscriber.apply(anew.publisher.full())
-    return "" if same(engine, anew.weights()) else "full() of the publisher that was made anew makes other weights"
+        return "the delta of a restarted publisher is not rejected by name"
+    subscriber.apply(restarted.publisher.full())
+    return "" if same(engine, restarted.weights()) else "full() of a restarted publisher makes other weights"
 
 
 def _after_apply(_rank: int, _size: int, _group: Any, _line: Any, case: Case, folder: pathlib.Path, done: int) -> str:
@@ -228,7 +228,7 @@ def _after_apply(_rank: int, _size: int, _group: Any, _line: Any, case: Case, fo
     if not refused(subscriber, deltas, "full") and not same(engine, weights[next_version]):
         return "deltas of weights that are not there were applied"
     if next_version > 1 and not re.search("version", refused(torch_ext.WeightSubscriber(engine), deltas[1:])):
-        return "a delta that does not follow is not refused by name"
+        return "a delta that does not follow is not rejected by name"
     subscriber.apply((folder / f"full{next_version}").read_bytes(), case.verify)  # type: ignore[arg-type]
     return "" if same(engine, weights[next_version]) else "all weights of a version make other weights"
 
