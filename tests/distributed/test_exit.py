@@ -9,6 +9,8 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
+import pytest
+
 PROGRAM = """
 import datetime, sys, time
 import torch.distributed as dist
@@ -142,3 +144,34 @@ def test_threads_that_are_ending_do_not_free_the_process_group() -> None:
     with _started(THREADS_ARE_ENDING) as started:
         messages = [process.communicate(timeout=60.0)[1] for process in started]
         assert [process.returncode for process in started] == [0, 0], messages
+
+
+# A thread like those of torch's gloo back end, as the exit sees them: it has that name and is still in C code.
+GLOO_THREAD = """
+import ctypes, os, sys, threading, zlib
+from torch import nn
+import torch_ext
+torch_ext.AdamW(nn.Linear(1, 1).parameters())
+started = threading.Event()
+data = bytes(300_000_000)
+def run():
+    ctypes.CDLL(None).prctl(15, b"pt_gloo_runloop")  # PR_SET_NAME
+    started.set()
+    zlib.crc32(data)
+    os.write(2, b"freed")
+threading.Thread(target=run, daemon=True).start()
+started.wait()
+"""
+# The thread is ready before the exit begins, but this thread does not let it have the GIL.
+WAITS_FOR_THE_GIL = GLOO_THREAD + "sys.setswitchinterval(1e6)\nfor _ in range(3): sum(range(20_000_000))\n"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(GLOO_THREAD, id="is running"), pytest.param(WAITS_FOR_THE_GIL, id="waits for the GIL")],
+)
+def test_gloos_threads_free_their_tensors_before_the_teardown(program: str) -> None:
+    """Later they would be unwound by force, which aborts the process."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "freed")
