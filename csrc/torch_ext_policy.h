@@ -24,8 +24,8 @@ typedef enum tx_field_type {
 } tx_field_type;
 #define TX_TEXT_CAPACITY 32
 
-/* The policy: one field per row of csrc/policy.def, with the key's name, in the order of the rows. The rows are ordered
- * widest first, so that the struct has no padding. Plain data: copy it, compare it, store it. */
+/* The policy: one field per row of csrc/policy.def, with the key's name, in the order of the rows. The widest
+ * fields come first, so that the struct has no padding. Plain data: copy it, compare it, store it. */
 #define TX_MEMBER_F64(name) double name;
 #define TX_MEMBER_I64(name) int64_t name;
 #define TX_MEMBER_I32(name) int32_t name;

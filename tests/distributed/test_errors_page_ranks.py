@@ -168,7 +168,7 @@ def a_group_that_was_destroyed(rank: int) -> None:
     torch_ext.clip_grad_norm_(optimizer, 1.0)
 
 
-def save_of_what_is_cut(strategy: str) -> Callable[[int], None]:
+def save_of_sharded_state(strategy: str) -> Callable[[int], None]:
     def cause(rank: int) -> None:
         trained, optimizer = parallel(strategy)
         train(trained, optimizer)
@@ -220,7 +220,7 @@ CASES: list[tuple[str, Callable[[int], Any]]] = [
     ),
     ("its process group was destroyed", a_group_that_was_destroyed),
     *(("is not legal", lambda rank, name=name: parallel(name)) for name in ("zero1", "ddp", "FSDP", "7")),
-    *(("is cut over the ranks", save_of_what_is_cut(strategy)) for strategy in ("optim", "optim_grads")),
+    *(("is sharded over the ranks", save_of_sharded_state(strategy)) for strategy in ("optim", "optim_grads")),
     ("gradients with NaN or Inf before communication", gradients_with_nan),
 ]
 
@@ -235,7 +235,7 @@ def test_every_row_of_data_parallelism_has_a_case() -> None:
     rows = _messages_on_page()
     assert len(rows) > 10
     assert {part for part, _ in CASES} - rows == {
-        "is cut over the ranks",
+        "is sharded over the ranks",
         "gradients with NaN or Inf before communication",
     }
     assert rows - {part for part, _ in CASES} == set()

@@ -79,23 +79,23 @@ def _handed_out(rank: int, world: int) -> None:
         model = torch_ext.parallelize(Given([(40, 10), (5,)], BF16), policy(BF16, bucket_size=1), strategy=strategy)
         optimizer = torch_ext.AdamW(model.named_parameters(), lr=0.1)
         _step(model, optimizer)
-        assert _is_cut(optimizer)
+        assert _is_sharded(optimizer)
         whole = optimizer.consolidate_state_dict()
         if rank == 0:
             assert optimizer.state_dict() is whole and whole["state"][0]["exp_avg"].shape == (40, 10)
-        assert _is_cut(optimizer), "once"
+        assert _is_sharded(optimizer), "once"
         optimizer.consolidate_state_dict()
         _step(model, optimizer)
-        assert _is_cut(optimizer), "not after a step"
+        assert _is_sharded(optimizer), "not after a step"
         optimizer.load_state_dict(optimizer.consolidate_state_dict(to=None))
-        assert _is_cut(optimizer), "not after a load"
+        assert _is_sharded(optimizer), "not after a load"
         optimizer.consolidate_state_dict(to=None)
         with optimizer.master_weights() as masters:
             next(iter(masters.values())).zero_()
-        assert _is_cut(optimizer), "not after masters were written"
+        assert _is_sharded(optimizer), "not after masters were written"
 
 
-def _is_cut(optimizer: Any) -> bool:
+def _is_sharded(optimizer: Any) -> bool:
     """Whether state_dict() has sharded moments."""
     moments = optimizer.state_dict()["state"][0]
     return not all(type(moments[key]) is torch.Tensor for key in ("exp_avg", "exp_avg_sq"))

@@ -409,7 +409,7 @@ OFFLOADING: list[tuple[str, Callable[[], Any]]] = [
 ELSEWHERE = {
     "are on several devices": "needs two devices: tests/torch/test_cuda_step.py",
     "there is no state yet, so every replay would create it again": "needs a GPU: tests/torch/test_cuda_step.py",
-    "is cut over the ranks": "tests/distributed/test_errors_page_ranks.py",
+    "is sharded over the ranks": "tests/distributed/test_errors_page_ranks.py",
     "gradients with NaN or Inf before communication": "tests/distributed/test_errors_page_ranks.py",
     "install the wheel": "needs a package that is not built: tests/package/test_import.py",
     "this build has no CUDA library": "needs such a build: tests/torch/test_info.py",

@@ -169,7 +169,7 @@ def members(layers: Sequence[Any]) -> Iterator[Tensor]:
                 yield from (one for one in _flat(attribute_of(holder, name)) if isinstance(one, Tensor))
 
 
-def cut_over_ranks(layers: Sequence[Any]) -> bool:
+def sharded_over_ranks(layers: Sequence[Any]) -> bool:
     """Whether this rank's optimizer knows only a part of the model's parameters."""
     import torch.distributed as dist
 

@@ -103,7 +103,7 @@ def _reading_of(model: ModelParameters, layers: list[Any], copies: list[Copy], p
     trainable = model.trainable()
     trained = [t for t in everything if any(name in trainable for name in t.names)]
     foreign = [t for t in everything if not t.names]
-    return Reading(model, layers, trained, foreign, copies, in_groups, master_copies.cut_over_ranks(layers), policy)
+    return Reading(model, layers, trained, foreign, copies, in_groups, master_copies.sharded_over_ranks(layers), policy)
 
 
 def _masters_by_hand(reading: Reading) -> list[Copy]:

@@ -196,9 +196,9 @@ class Adam(MeasuringOptimizer):
 
         Inside, each parameter that has a master *is* its fp32 master; afterwards it is the master, rounded to nearest
         in the model's dtype. `masters` has the same tensors by parameter name (by position where names are not known).
-        Parameters that are cut over the ranks, and DTensors, stay as they are: `masters` has this rank's part of them,
-        and a write to that part takes effect as well. Where parameters are cut, every rank must enter, and leaving is
-        collective. step() inside the block raises RuntimeError.
+        Parameters that are sharded over the ranks, and DTensors, stay as they are: `masters` has this rank's part of
+        them, and a write to that part takes effect as well. Where parameters are sharded, every rank must enter, and
+        leaving is collective. step() inside the block raises RuntimeError.
         """
         self.refuse_between("master_weights()")
         self._before_master_change("master_weights()")

@@ -32,9 +32,9 @@ class AveragingOptimizer(OptimizerBase):
                 evaluate(model)
 
         Afterwards the weights are restored, bit for bit, also where the block raises; writes to them inside are lost.
-        Takes memory for one more copy of this rank's weights. Where parameters are cut over the ranks every rank must
-        enter, and entering and leaving are collective. step() inside raises RuntimeError, and so does a call without
-        ema_decay.
+        Takes memory for one more copy of this rank's weights. Where parameters are sharded over the ranks every rank
+        must enter, and entering and leaving are collective. step() inside raises RuntimeError, and so does a call
+        without ema_decay.
         """
         self._refuse_without_average("ema_weights()")
         self.refuse_between("ema_weights()")
@@ -62,7 +62,7 @@ class AveragingOptimizer(OptimizerBase):
 
 @contextlib.contextmanager
 def _averages_as_params(states: OptimizerStates) -> Iterator[None]:
-    """Writes averages to the weights, and the weights back at the end. Collective where parameters are cut."""
+    """Writes averages to the weights, and the weights back at the end. Collective where parameters are sharded."""
     all_params = states.all_params()
     members = states.members(all_params, [p.requires_grad or states.has_state(p) for p in all_params])
     weights = [m.weight.detach().clone() for m in members]

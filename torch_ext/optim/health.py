@@ -34,8 +34,8 @@ class MeasuringOptimizer(AveragingOptimizer):
         """Returns what the step after `measure_health()` measured for each parameter: rms(update) / rms(weight), the
         share of weights that moved, the share of updates below half an ulp of their weight, and the largest weight.
 
-        The figures are of whole parameters: where they are cut over ranks this is collective, as clip_grad_norm_ is,
-        and every rank gets the same. RuntimeError where no step was asked to measure, or none came since.
+        The figures are of whole parameters: where they are sharded over ranks this is collective, as clip_grad_norm_
+        is, and every rank gets the same. RuntimeError where no step was asked to measure, or none came since.
         """
         measured = self._states.measuring.last
         if measured is None:
@@ -49,7 +49,7 @@ class MeasuringOptimizer(AveragingOptimizer):
 
 
 def _read(states: OptimizerStates, measured: Measurement) -> list[ParamHealth]:
-    """Returns the measurements of the parameters that the measured step has stepped. Collective where they are cut."""
+    """Returns the measurements of the parameters that the measured step stepped. Collective where they are sharded."""
     all_params = states.all_params()
     shards = states.current_shards(all_params)
     keys, kept = param_groups.keys(states.groups), param_groups.kept_32bit(states.groups)

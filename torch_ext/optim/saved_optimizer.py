@@ -40,8 +40,8 @@ class SavedOptimizer(torch.optim.Optimizer):
         no step count. An in-place write to these tensors, as by torch.distributed.checkpoint.load, changes the
         optimizer's state, as `load_state_dict` with them would. It changes no weight, so load the model as well.
 
-        Never collective. The state of a DTensor is DTensors. Where parameters are cut over the ranks (strategies optim
-        and optim_grads) tensors have the parameter's shape, but this rank's part of the elements only.
+        Never collective. The state of a DTensor is DTensors. Where parameters are sharded over the ranks (strategies
+        optim and optim_grads) tensors have the parameter's shape, but this rank's part of the elements only.
         torch.distributed.checkpoint saves and loads such tensors under any strategy and number of ranks; whatever needs
         whole tensors (torch.save, arithmetic) raises a RuntimeError that names `consolidate_state_dict`.
         """
@@ -57,13 +57,13 @@ class SavedOptimizer(torch.optim.Optimizer):
         that is not sharded. Collective: every rank of the parameters' process groups calls it.
 
         to: the global rank that gets it, the others get None; None: every rank gets it. Parameters are assembled one at
-        a time, so a rank that gets nothing needs memory for one more parameter only. Where states are cut, the next
+        a time, so a rank that gets nothing needs memory for one more parameter only. Where states are sharded, the next
         `state_dict()` returns the same once more, unless masters change before. torch's ZeroRedundancyOptimizer does
         so, and frameworks that support it (Lightning) then save whole tensors. torch.distributed.checkpoint saves and
         loads the whole tensors together with the parts of the other ranks.
         """
         whole = save.consolidated(self, self._logical_state_dict("consolidate_state_dict()"), to)
-        self._consolidated = whole if self.current_shards(self._states.all_params()).cut else None
+        self._consolidated = whole if self.current_shards(self._states.all_params()).flat_shards else None
         return whole
 
     def _logical_state_dict(self, doing: str) -> dict[str, Any]:

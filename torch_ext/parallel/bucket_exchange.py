@@ -42,7 +42,7 @@ class Settings(NamedTuple):
     replan: Replan
     """Makes the plan for another order of the parameters."""
     may_replan: Callable[[], bool]
-    """Whether this rank allows another layout: it has nothing, such as optimizer state, that is cut by this one."""
+    """Whether this rank allows another layout: it has nothing, such as optimizer state, that is sharded by this one."""
 
 
 class BucketExchange(Exchange):

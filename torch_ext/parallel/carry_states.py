@@ -1,7 +1,7 @@
 """Converts the state of optimizers that are given to `parallelize` from the parameters' old layout to the new one.
 
-A sharded state is gathered to a whole tensor and then cut for the new layout, one state of one parameter at a time. A
-state that is cut in neither layout keeps its tensors.
+A sharded state is gathered to a whole tensor and then split for the new layout, one state of one parameter at a time.
+A state that is sharded in neither layout keeps its tensors.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,7 +32,7 @@ class _Entry(NamedTuple):
     matrix: bool  # stepped by Muon
     like: Tensor  # has the whole parameter's shape and memory order
     local: local_shard.LocalShard
-    cut: bool
+    flat_shard: bool
     owned: bool  # a reducer had the parameter: its state is equal on every rank already, or each rank has its part
     at_rest: Mapping[str, Any]  # as stored
     logical: Mapping[str, Any]  # this rank's part, decoded when it is read
@@ -60,7 +60,16 @@ class CarriedStates:
             logical = save.entry_of(p)
             owned = reducer_registry.owner_of(p.param) is not None
             self._entries[p.index] = _Entry(
-                p.param, p.name, p.kept, p.kinds.matrix, p.param.detach(), p.local, p.cut, owned, p.stored, logical
+                p.param,
+                p.name,
+                p.kept,
+                p.kinds.matrix,
+                p.param.detach(),
+                p.local,
+                p.flat_shard,
+                owned,
+                p.stored,
+                logical,
             )
 
     def lines(self) -> list[str]:
@@ -68,7 +77,7 @@ class CarriedStates:
         return [
             f"optimizer with state of {e.name} after {int(e.at_rest['step'])} steps in {sorted(e.logical)}, "
             f"{_described(self._kinds(e, self.optimizer.policy))}, "
-            f"cut {e.cut}, reduced before {e.owned}"
+            f"flat shard {e.flat_shard}, reduced before {e.owned}"
             for e in self._entries.values()
         ]
 
@@ -77,7 +86,7 @@ class CarriedStates:
         return kinds.with_average(self.optimizer.averaging.dtype, entry.param.dtype, entry.name)
 
     def refuse(self, policy: Policy, before: Policy | None, ranks: frozenset[int]) -> None:
-        """Raises ValueError if the new policy needs states in other dtypes, or if states are cut over other ranks.
+        """Raises ValueError if the new policy needs states in other dtypes, or if states are sharded over other ranks.
         before: the old layout's policy, which the states fit, too; None if there was no layout."""
         for entry in self._entries.values():
             own, wanted = self._kinds(entry, self.optimizer.policy), self._kinds(entry, policy)
@@ -88,7 +97,7 @@ class CarriedStates:
                     "optimizer.policy, or load the optimizer's state_dict() into a new optimizer"
                 )
             owner = reducer_registry.owner_of(entry.param)
-            if entry.cut and owner is not None and owner.ranks != ranks:
+            if entry.flat_shard and owner is not None and owner.ranks != ranks:
                 raise ValueError(
                     f"the state of {entry.name} is sharded over ranks {sorted(owner.ranks)}, and the process group "
                     f"has ranks {sorted(ranks)}; parallelize keeps states only within the same ranks. Save the state "
@@ -125,7 +134,7 @@ class CarriedStates:
         """Returns an entry's state in the new layout. host: whether it is stored in the host's memory."""
         step = entry.at_rest["step"]
         weight = local.weight.detach()
-        stays = not entry.cut and not local_shard.is_cut(p, local)
+        stays = not entry.flat_shard and not local_shard.is_flat_shard(p, local)
         if stays and local_shard.is_dtensor(p) == local_shard.is_dtensor(entry.like):
             if not entry.owned and not local_shard.is_dtensor(p):  # a DTensor's is each rank's own shard
                 _broadcast(list(entry.at_rest.values()), group, weight.device)
@@ -133,7 +142,7 @@ class CarriedStates:
         kinds, weight_like = self._kinds(entry, self.optimizer.policy), weight.cpu() if host else weight
         (made,) = codec.make([(weight_like, kinds)])
         for key in kinds.logical():
-            whole = save.gather_whole(entry.like, entry.local, entry.logical[key], None, entry.cut, _CALL)
+            whole = save.gather_whole(entry.like, entry.local, entry.logical[key], None, entry.flat_shard, _CALL)
             if not entry.owned:
                 whole = whole.detach().clone(memory_format=torch.preserve_format)
                 _broadcast([whole], group, weight.device)

@@ -15,7 +15,7 @@ Note: a second call
 
 A second call replaces the first one's reducer: after a layer was frozen or thawed in mid-training, or for another
 strategy. Gradients are dropped. With optimizer=, all optimizer state (master weights, step counts, moments) keeps its
-bits and is cut as the parameters are cut now; parameters without state begin with zeros. The policy must ask for the
+bits and is sharded as the parameters are now; parameters without state begin with zeros. The policy must ask for the
 dtypes that the state already has. A frozen parameter keeps its state, whole on every rank (`del optimizer.state[p]`
 drops it). At any time at most one tensor of one state is whole in memory. For parameters that were not reduced before
 this call, rank 0's optimizer state is copied to every rank, as its weights are (carry_states.py).

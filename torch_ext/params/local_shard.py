@@ -28,7 +28,7 @@ def is_dtensor(t: Tensor) -> bool:
     return any(kind.__name__ == "DTensor" for kind in type(t).__mro__[:-1])
 
 
-def is_cut(p: Any, local: LocalShard) -> bool:
+def is_flat_shard(p: Any, local: LocalShard) -> bool:
     """Whether this rank updates a flat part of p."""
     return local.weight is not p and not is_dtensor(p)
 
@@ -69,10 +69,10 @@ def _offset(p: Any, weight: Tensor) -> int:
 def runs_of_dtensor(p: Any) -> "list[tuple[int, int]] | None":
     """Returns the elements [begin, end) that each rank of a DTensor holds, as torch.chunk cuts them. None unless the
     DTensor is sharded on its first dimension, over exactly one dimension of the mesh."""
-    cut = [dim for dim, placement in enumerate(p.placements) if not placement.is_replicate()]
-    if len(cut) != 1 or not p.placements[cut[0]].is_shard(0):
+    sharded = [dim for dim, placement in enumerate(p.placements) if not placement.is_replicate()]
+    if len(sharded) != 1 or not p.placements[sharded[0]].is_shard(0):
         return None
-    ranks, rows = p.device_mesh.size(cut[0]), p.shape[0]
+    ranks, rows = p.device_mesh.size(sharded[0]), p.shape[0]
     each, columns = -(-rows // ranks), p.numel() // max(rows, 1)
     return [(min(rank * each, rows) * columns, min((rank + 1) * each, rows) * columns) for rank in range(ranks)]
 

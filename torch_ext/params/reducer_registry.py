@@ -95,7 +95,7 @@ class GradientReducer(StepListener, abc.ABC):
 
     def runs(self, param: torch.Tensor) -> "list[tuple[int, int]]":
         """Returns, for each rank of the group of `local(param)`, the elements [begin, end) of the parameter that the
-        rank updates, in memory order. Only for reducers that cut parameters into flat parts."""
+        rank updates, in memory order. Only for reducers that split parameters into flat parts."""
         raise NotImplementedError
 
     @abc.abstractmethod

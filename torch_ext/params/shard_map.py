@@ -32,7 +32,7 @@ class ShardMap:
         """Whether every parameter is updated as a whole, as a plain tensor."""
         self.sharded = any(owner is not None for owner in self.owners)
         """Whether some gradients are not in `.grad`."""
-        self.cut = any(o is not None and not is_dtensor(p) for p, o in zip(params, self.owners, strict=True))
+        self.flat_shards = any(o is not None and not is_dtensor(p) for p, o in zip(params, self.owners, strict=True))
         """Whether this rank updates flat parts of some parameters."""
         self._tensors = self._local_tensors()
         self._listeners = reducer_registry.step_listeners(params)

@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw them; .svg or .png; needs matplotlib")
     parser.add_argument("--quick", action="store_true", help="up to 16 ranks: whether it runs")
     parser.add_argument("--measured", action="store_true", help="instead: 1 Gbit/s between namespaces, N = 2 and 4")
-    parser.add_argument("--rounds", type=step.positive, default=6, help="of --measured, of which the least counts")
+    parser.add_argument("--rounds", type=step.positive, default=6, help="of --measured; the fastest counts")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -40,7 +40,7 @@ class Do(IntEnum):
     DISCARD = 8
 
 
-class CutMatrix(NamedTuple):
+class ShardedMatrix(NamedTuple):
     """One of a parameter's matrices, and the part of it that this rank has."""
 
     member: MatrixMember
@@ -55,7 +55,7 @@ class Exchange:
         """members: the parameters in the order of their updates. owner_of: for each parameter, the owner of each of its
         matrices."""
         self.members, self.owners, self._world = list(members), owners, owners.group.size()
-        self._matrices = [cut for m in members for cut in _cut(m)]
+        self._matrices = [matrix for m in members for matrix in _sharded(m)]
         rows = [
             CMatrix.of(param, m, member.transfer_dtype, member.ns_dtype, owner)
             for param, (member, of) in enumerate(zip(members, owner_of, strict=True))
@@ -87,16 +87,16 @@ class Exchange:
         while follow(self._machine, ctypes.byref(action)):
             yield action
 
-    def matrix(self, in_round: int, rank: int) -> CutMatrix | None:
+    def matrix(self, in_round: int, rank: int) -> ShardedMatrix | None:
         """Returns the matrix that a rank orthogonalises in a round; None: it has none."""
         number = self._matrix_index(in_round, rank)
         return None if number < 0 else self._matrices[number]
 
-    def matrices_of_round(self, in_round: int) -> list[CutMatrix | None]:
+    def matrices_of_round(self, in_round: int) -> list[ShardedMatrix | None]:
         """Returns the matrix that each rank orthogonalises in a round."""
         return [self.matrix(in_round, rank) for rank in range(self._world)]
 
-    def own(self, in_round: int) -> CutMatrix | None:
+    def own(self, in_round: int) -> ShardedMatrix | None:
         return self.matrix(in_round, self.owners.rank)
 
     def sizes(self, in_round: int) -> tuple[list[int], list[int]]:
@@ -120,7 +120,7 @@ class Exchange:
         self._reasons[matrix] = reason
         call(self._machine, matrix)
 
-    def failed(self) -> tuple[CutMatrix, str] | None:
+    def failed(self) -> tuple[ShardedMatrix, str] | None:
         """Returns the first matrix that failed, and why: the same on all ranks once the step is done. None: none
         failed."""
         first = library.function("tx_muon_exchange_failed", ctypes.c_void_p, restype=ctypes.c_int64, keep_gil=True)(
@@ -136,6 +136,6 @@ class Exchange:
         return int(found)
 
 
-def _cut(member: MatrixMember) -> list[CutMatrix]:
+def _sharded(member: MatrixMember) -> list[ShardedMatrix]:
     own = {piece.matrix: slice(piece.begin, piece.end) for piece in member.pieces}
-    return [CutMatrix(member, m, own.get(i, slice(0, 0))) for i, m in enumerate(member.matrices)]
+    return [ShardedMatrix(member, m, own.get(i, slice(0, 0))) for i, m in enumerate(member.matrices)]

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from torch_ext.grads import stats as grads_stats
 from torch_ext.optim.muon import hyper, product_rate, sharing
-from torch_ext.optim.muon.cut_matrices import CutRun
 from torch_ext.optim.muon.matrix_exchange import Exchange
 from torch_ext.optim.muon.matrix_member import MatrixMember, StepScalars
 from torch_ext.optim.muon.owners import CMatrix, Owners, agreed_smallest
 from torch_ext.optim.muon.products import Products
+from torch_ext.optim.muon.sharded_matrices import ShardedStep
 from torch_ext.optim.muon.whole_matrices import Replicated, ReplicatedRun, step_alone
 from torch_ext.optim.state import masters
 from torch_ext.optim.state.param_state import ParamState, refuse_grad
@@ -150,9 +150,9 @@ class MatrixStep:
             owners, first = self._owners_for(members, group), dict[MatrixMember, int]()
             for m in members:
                 first[m] = sum(len(before.matrices) for before in first)
-            cut = [m for m in members if m.sharing and m.sharing.runs is not None]
-            owner_of = [owners.of[first[m] : first[m] + len(m.matrices)] for m in cut]
-            self._plans[group] = _GroupPlan(owners, first, Exchange(cut, owner_of, owners) if cut else None)
+            sharded = [m for m in members if m.sharing and m.sharing.runs is not None]
+            owner_of = [owners.of[first[m] : first[m] + len(m.matrices)] for m in sharded]
+            self._plans[group] = _GroupPlan(owners, first, Exchange(sharded, owner_of, owners) if sharded else None)
 
     def _owners_for(self, members: Sequence[MatrixMember], group: Any) -> Owners:
         """Returns the owners of these matrices. Collective only once per set of matrices: a rank that rebuilds its
@@ -200,8 +200,10 @@ class MatrixRun:
         )
         runs: list[Callable[[], None]] = []
         for group, plan in self._plans.items():
-            cut = {m: g for m, g in self._grads.items() if m.sharing and m.sharing.group is group and m.sharing.runs}
+            sharded = {
+                m: g for m, g in self._grads.items() if m.sharing and m.sharing.group is group and m.sharing.runs
+            }
             if plan.exchange is not None:
-                runs.append(CutRun(plan.exchange, self._products, cut, scalars).run)
+                runs.append(ShardedStep(plan.exchange, self._products, sharded, scalars).run)
         alone = {m: g for m, g in self._grads.items() if m.sharing is None}
         _run_all([*runs, replicated.finish, partial(step_alone, alone, self._products, scalars)])

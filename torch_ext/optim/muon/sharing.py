@@ -8,7 +8,7 @@ from torch import Tensor
 from torch_ext.optim.muon.matrix_forms import MatrixForm
 from torch_ext.optim.state.param_state import ParamState
 from torch_ext.params import local_shard, reducer_registry
-from torch_ext.params.local_shard import is_cut, is_dtensor
+from torch_ext.params.local_shard import is_dtensor, is_flat_shard
 from torch_ext.tensors import dense
 
 
@@ -26,7 +26,7 @@ def sharing_of(m: ParamState) -> Sharing | None:
     reducer = reducer_registry.owner_of(m.param)
     if is_dtensor(m.param):
         return _of_dtensor(m)
-    if is_cut(m.param, m.local):
+    if is_flat_shard(m.param, m.local):
         assert reducer is not None
         (group,) = m.local.groups
         return Sharing(group, tuple(reducer.runs(m.param))) if group.size() > 1 else None

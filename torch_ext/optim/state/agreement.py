@@ -1,6 +1,6 @@
 """Compares the dtypes of optimizer states between the ranks that reduce gradients together, once, before the first
-step. Where states are cut, parts in different dtypes could not be put together or saved in a checkpoint; where they are
-not, the ranks' weights would silently diverge."""
+step. Where states are sharded, parts in different dtypes could not be put together or saved in a checkpoint; where they
+are not, the ranks' weights would silently diverge."""
 
 import hashlib
 from collections.abc import Sequence
@@ -31,18 +31,20 @@ def refuse_differing(members: Sequence[ParamState]) -> None:
         groups = tuple(member.local.groups) or tuple(filter(None, [owner.replicas]))
         if groups:
             by_groups.setdefault(groups, []).append(member)
-    for groups, cut in by_groups.items():
-        codes = [code for member in cut for code in _codes(member.kinds)]
-        digest = hashlib.sha256(repr((codes, [m.name for m in cut])).encode()).digest()[:8]
-        mine = torch.tensor([len(cut), int.from_bytes(digest, "little", signed=True)], device=cut[0].weight.device)
+    for groups, sharded in by_groups.items():
+        codes = [code for member in sharded for code in _codes(member.kinds)]
+        digest = hashlib.sha256(repr((codes, [m.name for m in sharded])).encode()).digest()[:8]
+        mine = torch.tensor(
+            [len(sharded), int.from_bytes(digest, "little", signed=True)], device=sharded[0].weight.device
+        )
         for group in groups:
             rows = _gathered(mine, group)
             if all(torch.equal(row, mine) for row in rows):
                 continue
-            if any(int(row[0]) != len(cut) for row in rows):
+            if any(int(row[0]) != len(sharded) for row in rows):
                 counts = ", ".join(str(int(row[0])) for row in rows)
                 raise RuntimeError(f"{_CALL}: the ranks of a group step {counts} parameters; they must be the same")
-            _refuse(cut, _gathered(mine.new_tensor(codes), group), group)
+            _refuse(sharded, _gathered(mine.new_tensor(codes), group), group)
 
 
 _EMAS = (None, *averaging.DTYPES)
@@ -63,9 +65,9 @@ def _gathered(mine: Tensor, group: torch.distributed.ProcessGroup) -> list[Tenso
     return rows
 
 
-def _refuse(cut: Sequence[ParamState], rows: Sequence[Tensor], group: torch.distributed.ProcessGroup) -> None:
+def _refuse(sharded: Sequence[ParamState], rows: Sequence[Tensor], group: torch.distributed.ProcessGroup) -> None:
     ranks = torch.distributed.get_process_group_ranks(group)
-    for i, member in enumerate(cut):
+    for i, member in enumerate(sharded):
         kept = [tuple(row[_CODES_PER_PARAM * i : _CODES_PER_PARAM * i + _CODES_PER_PARAM].tolist()) for row in rows]
         for rank, other in zip(ranks, kept, strict=True):
             if other != kept[0]:

@@ -43,7 +43,7 @@ class StateHandle(NamedTuple):
         run, source = self.run, self.source
         if not run.whole:
             raise RuntimeError(
-                f"{self.what} is cut over the ranks: this one has elements [{run.start}, {run.stop}) of the "
+                f"{self.what} is sharded over the ranks: this one has elements [{run.start}, {run.stop}) of the "
                 f"{prod(run.shape)}. torch.distributed.checkpoint saves and loads it as it is; for whole tensors "
                 "(torch.save, full_state_dict=True) call consolidate_state_dict(to=0) on every rank"
             )

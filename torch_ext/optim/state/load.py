@@ -189,7 +189,7 @@ def part(p: Any, local: local_shard.LocalShard, value: Any) -> Tensor:
 
         value = value.to(p.device_mesh.device_type)
         return distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None).to_local()
-    if not local_shard.is_cut(p, local):
+    if not local_shard.is_flat_shard(p, local):
         return value
     return dense.in_order_of(p, value).view(-1)[local.offset : local.offset + local.weight.numel()]
 

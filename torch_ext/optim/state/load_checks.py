@@ -150,7 +150,7 @@ def _refuse_other_part(p: StatefulParam, entry: Mapping[str, Any], where: str) -
     for key, value in entry.items():
         if isinstance(value, StateTensor) and not value.handle.run.whole:
             run = value.handle.run
-            if not p.cut or (run.start, run.numel) != (start, numel):
+            if not p.flat_shard or (run.start, run.numel) != (start, numel):
                 raise ValueError(
                     f"{where}: {key} is elements [{run.start}, {run.stop}) of a tensor that was sharded over other "
                     f"ranks, and this rank needs [{start}, {start + numel}): load whole tensors "

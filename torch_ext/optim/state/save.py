@@ -37,11 +37,11 @@ def entry_of(p: StatefulParam) -> dict[str, Any]:
     assumes that the local tensor shares its storage with no other, but small states of ours share one.
     """
     weight = p.local.weight.detach()
-    same_order = p.cut or dense.same_order(p.stored[p.kinds.first], weight)
+    same_order = p.flat_shard or dense.same_order(p.stored[p.kinds.first], weight)
     entry = {"step": p.stored["step"]}
     for key, encoded in p.kinds.logical().items():
         what = f"{key} of {p.name}"
-        if not encoded and not p.cut and not local_shard.is_dtensor(p.param):
+        if not encoded and not p.flat_shard and not local_shard.is_dtensor(p.param):
             entry[key] = large_tensor.large(p.stored[key], what)
         elif same_order:
             source = source_of(weight, p.stored, p.kinds, key)
@@ -54,7 +54,7 @@ def entry_of(p: StatefulParam) -> dict[str, Any]:
 def _state_tensor(p: StatefulParam, source: Source, what: str) -> StateTensor:
     """Returns a tensor of the parameter's shape on `source`: this rank's elements of the parameter, or of its state."""
     param = p.param
-    if p.cut:
+    if p.flat_shard:
         return StateTensor.of(source, param, p.local.offset, (0,) * param.ndim, what)
     origin = local_shard.origin(param) if local_shard.is_dtensor(param) else (0,) * param.ndim
     return StateTensor.of(source, p.local.weight, 0, origin, what)
@@ -70,7 +70,7 @@ def _placed_like(p: Any, value: Tensor) -> Any:
 
 
 def masters(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[Any, Any]:
-    """Returns each parameter's master from a logical state_dict; where it has none its weight, cut as state is."""
+    """Returns each parameter's master from a logical state_dict; where it has none its weight, sharded as state is."""
     found: dict[Any, Any] = {}
     for p, key in zip(params_of(optimizer), param_groups.keys(optimizer.param_groups), strict=True):
         master = state_dict["state"].get(p.index, {}).get("master_param")
@@ -79,8 +79,8 @@ def masters(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[An
 
 
 def _weight_of(p: StatefulParam) -> Any:
-    """Returns the weight; of a parameter that is cut over the ranks this rank's part, as a state tensor."""
-    return _state_tensor(p, PlainState(p.local.weight.detach()), p.name) if p.cut else p.param.detach()
+    """Returns the weight; of a parameter that is sharded over the ranks this rank's part, as a state tensor."""
+    return _state_tensor(p, PlainState(p.local.weight.detach()), p.name) if p.flat_shard else p.param.detach()
 
 
 def averages(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[Any, Any]:
@@ -108,7 +108,7 @@ def consolidated(optimizer: StatefulOptimizer, state_dict: dict[str, Any], to: i
             for key, value in entry.items():
                 if key != "step" and (p := params.get(index)) is not None:
                     what = f"{key} of {p.name}"
-                    value = gather_whole(p.param, p.local, value, to, p.cut, f"consolidate_state_dict(): {what}")
+                    value = gather_whole(p.param, p.local, value, to, p.flat_shard, f"consolidate_state_dict(): {what}")
                     if receives and index in cuts:
                         value = large_tensor.consolidated(value, cuts[index], what)
                 if receives:
@@ -117,10 +117,10 @@ def consolidated(optimizer: StatefulOptimizer, state_dict: dict[str, Any], to: i
 
 
 def _cuts(params: list[StatefulParam]) -> dict[int, list[int]]:
-    """Returns the bounds of the ranks' parts, from 0 to numel, of each parameter that is cut over ranks. Collective."""
+    """Returns the bounds of the ranks' parts, from 0 to numel, of each sharded parameter. Collective."""
     by_groups: dict[Any, list[StatefulParam]] = {}
     for p in params:
-        if p.cut:
+        if p.flat_shard:
             by_groups.setdefault(p.local.groups, []).append(p)
     found: dict[int, list[int]] = {}
     for groups, members in by_groups.items():
@@ -143,15 +143,15 @@ def _rank() -> int:
 
 
 def gather_whole(
-    like: Tensor, local: local_shard.LocalShard, value: Any, to: int | None, cut: bool, what: str
+    like: Tensor, local: local_shard.LocalShard, value: Any, to: int | None, flat_shard: bool, what: str
 ) -> Tensor:
-    """Returns the whole tensor of which `value` is this rank's part, where the parameter is cut or a DTensor; else
+    """Returns the whole tensor of which `value` is this rank's part, where the parameter is sharded or a DTensor; else
     `value`. like: has the parameter's shape and memory order. to: see `consolidated`. what: the call, for messages.
     Collective."""
     if local_shard.is_dtensor(value):
         with group_calls.translated_over(value.device_mesh, what):
             return value.full_tensor()
-    if not cut:
+    if not flat_shard:
         return value
     full = dense.zeros_in_order_of(like, value.dtype)
     flat = dense.flat(full).view(-1)

@@ -14,7 +14,7 @@ from torch_ext.policy.policy import Policy
 
 
 class StatefulOptimizer(Protocol):
-    """An optimizer whose stored state may be encoded, cut over the ranks, or on the host."""
+    """An optimizer whose stored state may be encoded, sharded over the ranks, or on the host."""
 
     policy: Policy
     averaging: Averaging
@@ -65,9 +65,9 @@ class StatefulParam:
         return self._optimizer.stored_state(self.param)
 
     @property
-    def cut(self) -> bool:
+    def flat_shard(self) -> bool:
         """Whether this rank steps a flat part of the parameter."""
-        return local_shard.is_cut(self.param, self.local)
+        return local_shard.is_flat_shard(self.param, self.local)
 
 
 def params_of(optimizer: StatefulOptimizer) -> list[StatefulParam]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torch_ext.comm import group_calls
-from torch_ext.optim.muon.matrix_exchange import Action, CutMatrix, Do, Exchange
+from torch_ext.optim.muon.matrix_exchange import Action, Do, Exchange, ShardedMatrix
 from torch_ext.optim.muon.matrix_member import MatrixMember, StepScalars
 from torch_ext.optim.muon.newton_schulz import NON_FINITE, NonFiniteProducts
 from torch_ext.optim.muon.products import Part, Products
@@ -39,7 +39,7 @@ class _Transfer(NamedTuple):
         return self.into
 
 
-class CutRun:
+class ShardedStep:
     """One step of the sharded matrices of one process group."""
 
     def __init__(
@@ -138,7 +138,7 @@ class CutRun:
         group = self._exchange.owners.group
         return _Transfer(group_calls.all_to_all_single(into, sent, group, label, (come, go)), into, sent)
 
-    def _part(self, one: CutMatrix) -> Tensor:
+    def _part(self, one: ShardedMatrix) -> Tensor:
         """Returns this rank's bytes of a matrix: its momentum, later its update."""
         if one.own.start == one.own.stop:
             return torch.empty(0, **self._bytes)
@@ -150,13 +150,13 @@ def _failure_text(group: torch.distributed.ProcessGroup, rank: int) -> str:
     return f"rank {ranks[rank]} failed in the products of its Newton-Schulz iteration; the error on that rank says why"
 
 
-_DO: dict[int, Callable[[CutRun, Action], None]] = {
-    Do.MOMENTUM: CutRun._compute_momentum,
-    Do.GATHER: CutRun._gather,
-    Do.RECEIVE: CutRun._receive,
-    Do.MULTIPLY: CutRun._multiply,
-    Do.SCATTER: CutRun._scatter,
-    Do.INSTALL: CutRun._install,
-    Do.UPDATE: CutRun._update,
-    Do.DISCARD: CutRun._discard,
+_DO: dict[int, Callable[[ShardedStep, Action], None]] = {
+    Do.MOMENTUM: ShardedStep._compute_momentum,
+    Do.GATHER: ShardedStep._gather,
+    Do.RECEIVE: ShardedStep._receive,
+    Do.MULTIPLY: ShardedStep._multiply,
+    Do.SCATTER: ShardedStep._scatter,
+    Do.INSTALL: ShardedStep._install,
+    Do.UPDATE: ShardedStep._update,
+    Do.DISCARD: ShardedStep._discard,
 }
