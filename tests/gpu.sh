@@ -157,7 +157,7 @@ test_files() {
   say "tests on the device, for at most $most s: $(basename -a "$@" | tr '\n' ' ')"
   processors=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
   "$python" "$root/tests/gpu_files.py" --folder "$work" --seconds "$most" --silence "${TORCH_EXT_TEST_SECONDS:-60}" \
-    --processors "$processors" "$@" -- "${pytest[@]}"
+    --processors "$processors" ${json:+--json "$json"} "$@" -- "${pytest[@]}"
   status=$?
   read -r passed failed skipped < <("$python" "$root/tests/gpu_report.py" counts "$work")
   [ "$status" = 0 ] || count "$status" "what runs the files of tests"

@@ -5,6 +5,10 @@ import json
 import os
 import pathlib
 import re
+import signal
+import subprocess
+import sys
+import time
 from typing import Any
 
 import pytest
@@ -124,6 +128,12 @@ class Ran:
         return found
 
 
+def is_over(process: int) -> bool:
+    """Whether a process has ended."""
+    state = pathlib.Path(f"/proc/{process}/stat")
+    return not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     there = tmp_path_factory.mktemp("there")
@@ -177,9 +187,7 @@ def test_skips_are_told_by_reason(ran: Ran) -> None:
 
 
 def test_what_a_test_began_ends_with_it(ran: Ran) -> None:
-    child = int((ran.there / "child").read_text())
-    state = pathlib.Path(f"/proc/{child}/stat")
-    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+    assert is_over(int((ran.there / "child").read_text()))
 
 
 def test_each_log_comes_whole(ran: Ran) -> None:
@@ -219,6 +227,29 @@ def test_takes_long():
     for _ in range(100): time.sleep(1)
 def test_after(): pass
 """
+
+
+def test_what_is_known_is_on_disk_when_all_is_killed(tmp_path: pathlib.Path) -> None:
+    pid = tmp_path / "pid"
+    notes = f"import os, pathlib\npathlib.Path({str(pid)!r}).write_text(str(os.getpid()))\n"
+    there = pretended(tmp_path / "there", {"exchange": notes + TAKES_LONG, "training": FAILS})
+    command = ["bash", str(there / "tests/gpu.sh"), "--json", str(there / "gpu.json"), str(there / "built")]
+    given = os.environ | {"PATH": path_with_processors(16, there / "bin"), "TORCH_EXT_PYTHON": sys.executable}
+    with open(tmp_path / "log", "wb") as log:
+        process = subprocess.Popen(command, env=given, stdout=log, stderr=log, cwd=there, start_new_session=True)
+    end, found = time.monotonic() + 60, {"passed": 0, "failed": 0}
+    while time.monotonic() < end and (found["passed"], found["failed"]) != (2, 2):
+        time.sleep(0.1)
+        if (there / "gpu.json").exists():
+            found = json.loads((there / "gpu.json").read_text())
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert (found["passed"], found["failed"], found["skipped"]) == (2, 2, 4), (tmp_path / "log").read_text()
+    end = time.monotonic() + 5
+    while time.monotonic() < end and not is_over(int(pid.read_text())):
+        time.sleep(0.05)
+    assert is_over(int(pid.read_text())), "the process of the tests keeps the device"
+    assert "OSError: in its teardown" in found["parts"]["test_gpu_training.py"]["failures"]["test_passes_and_fails"]
 
 
 def test_tests_leave_time_for_the_parts_after_them(tmp_path: pathlib.Path) -> None:
