@@ -183,8 +183,9 @@ sanitize() {
   done
 }
 
-timeout 120 "$python" -m torch_ext info || exit 1
-why=$(timeout 120 "$python" -c '
+# On a new machine torch is read from a cold disk.
+timeout 200 "$python" -m torch_ext info || die "python -m torch_ext info ended with status $? (124: after 200 s)"
+why=$(timeout 200 "$python" -c '
 import torch
 print("" if torch.cuda.is_available() else "torch is built without CUDA" if not torch.backends.cuda.is_built() else "torch finds none")') || die "torch does not say whether there is a GPU"
 [ -z "$why" ] || say "no GPU ($why): everything is skipped"

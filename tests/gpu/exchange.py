@@ -40,7 +40,12 @@ LATE = 4_000_000  # cycles, about 2 ms: time enough for an exchange that does no
 
 
 def join(folder: pathlib.Path, timeout: float = 60.0) -> None:
-    """Initializes a world of one rank, with a back end for each device."""
+    """Initializes a world of one rank, with a back end for each device.
+
+    Both use the loopback interface. Otherwise gloo asks for the address of the machine's name, which takes long for
+    every group where there is no name server, and NCCL needs another interface."""
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(variable, "lo")
     backends = "cpu:gloo" if DEVICE.type == "cpu" else f"cpu:gloo,{DEVICE.type}:nccl"
     if DEVICE.type == "cuda":
         torch.cuda.set_device(DEVICE)

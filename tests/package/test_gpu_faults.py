@@ -1,6 +1,7 @@
 """Tests tests/gpu.sh with tests that crash, hang or kill the device: only the faulty test fails, and the report says
 why. The device is a fake (gpu_machine.py); the processes and their faults are real."""
 
+import importlib
 import json
 import os
 import pathlib
@@ -12,7 +13,7 @@ import time
 from typing import Any
 
 import pytest
-from gpu_machine import path_with_processors, pretended, script
+from gpu_machine import ROOT, path_with_processors, pretended, script
 
 KILLS = """
 import pytest, torch
@@ -274,3 +275,12 @@ def test_a_runner_that_fails_is_counted(tmp_path: pathlib.Path) -> None:
     ran = Ran(there, "--tests")
     assert ran.status == 1 and ran.last == "0 passed, 1 failed, 0 skipped", ran.text
     assert os.listdir(there / "built") == ["libtorch_ext.so"]
+
+
+def test_a_process_beside_the_test_that_hangs_is_told_with_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "tests/gpu")
+    run = importlib.import_module("other_process").run
+    status, text = run("import sys, time\nprint('before', sys.argv[1], flush=True)\ntime.sleep(100)", 7, seconds=3.0)
+    assert status == -signal.SIGABRT
+    assert re.search(r"(?s)^before 7\n.*File .*line 3 in <module>.*it was ended after 3 s$", text.strip()), text
+    assert run("import os; raise SystemExit(os.environ['SAYS'])", SAYS="why") == (1, "why\n")
