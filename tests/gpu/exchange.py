@@ -1,7 +1,7 @@
 """Trainings of one rank with an exchange in which gradients come late and streams sleep, so that a missing wait shows.
 
 Everything also runs on a CPU over gloo, where nothing is late: the expected bits come from that, and these functions
-can be checked on a machine without a GPU. $TORCH_EXT_EXCHANGE_DEVICE names the device.
+can be checked on a machine without a GPU. $TORCH_EXT_GPU_TESTS_DEVICE names the device.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from torch_ext.comm import nccl_transport
 from torch_ext.comm.streams import CudaStreams, streams_of
 from torch_ext.native import nccl
 
-DEVICE = torch.device(os.environ.get("TORCH_EXT_EXCHANGE_DEVICE", "cuda:0"))
+DEVICE = torch.device(os.environ.get("TORCH_EXT_GPU_TESTS_DEVICE", "cuda:0"))
 CPU = torch.device("cpu")
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params", "ddp hook"]
 TRANSPORTS = ["torch", "nccl"]
