@@ -94,6 +94,7 @@ for library in "$built/libtorch_ext_cuda.so" "$built/cuda/libtorch_ext_cuda.so";
 done
 export PYTHONPATH=$work/path:$root/tests/gpu:$root/tests/torch:$root/tests/distributed:$root/tests
 export PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
+export NCCL_DEBUG=${NCCL_DEBUG:-WARN} # a failure then has its reason in the output
 unset PYTEST_ADDOPTS
 ulimit -c 0 # no core files: a process on a GPU has much memory
 cd "$work/path" || exit 1 # python -m searches the current folder first
