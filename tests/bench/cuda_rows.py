@@ -135,7 +135,7 @@ def _waited(step: Callable[[], object], times: int = 1) -> Callable[[], None]:
     return several
 
 
-def copy_of(traffic: float, params: int, device: str = _DEVICE) -> Callable[[], None]:
+def copy_of(traffic: float, params: int, device: str) -> Callable[[], None]:
     """Returns a copy on the device that reads and writes `traffic` bytes per parameter in total. The bytes are random,
     since zeros can be faster."""
     words = max(int(traffic * params / 2) // 8, 1)
@@ -156,7 +156,7 @@ def _wall(bench: Bench, name: str) -> None:
     try:
         ours = optimizer_configs.ours(configuration, bench.flat, bench.seed, _DEVICE)
         contenders = {
-            "copy": _waited(copy_of(configuration.traffic, bench.params), 3),
+            "copy": _waited(copy_of(configuration.traffic, bench.params, _DEVICE), 3),
             "ours": _waited(ours.step, 3),
         }
         times = bench.run(f"wall {name}", contenders, bench.rounds)

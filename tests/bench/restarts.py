@@ -35,9 +35,9 @@ class Progress:
 class Patience:
     """For how many seconds a process may add nothing to its journal."""
 
-    starting: float = 150.0
+    starting: float = 90.0
     """Until the device is found: on a new machine torch is read from a cold disk."""
-    measuring: float = 100.0
+    measuring: float = 60.0
     """During a part."""
 
 

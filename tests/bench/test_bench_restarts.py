@@ -185,6 +185,7 @@ def test_a_long_text_keeps_its_end_and_how_the_process_ended() -> None:
 
 # -- the benchmark on a device ---------------------------------------------------------------------------------------
 
+SETTINGS = {"params": None, "rounds": None, "threads": 1, "seed": 0, "quick": True, "variants": ""}
 ON_A_DEVICE = """
 import argparse, pathlib, sys
 from bench import cuda_rows, restarts
@@ -236,13 +237,29 @@ def test_a_benchmark_that_is_killed_leaves_its_figures(number: int, tmp_path: pa
 
 
 def test_every_part_has_a_name_and_can_be_named() -> None:
-    settings = {"params": None, "rounds": None, "threads": 1, "seed": 0, "quick": False, "variants": ""}
+    settings = SETTINGS | {"quick": False}
     names = list(cuda_rows.parts(settings))
     assert names[:4] == [f"wall {name}" for name in CONFIGURATIONS] and len(set(names)) == len(names) == 15
     assert list(cuda_rows.parts(settings | {"variants": "/v"})) == [f"variants {name}" for name in CONFIGURATIONS]
     assert cuda_rows.bench(settings, Findings()).params == 1_000_000_000
     assert cuda_rows.bench(settings | {"variants": "/v"}, Findings()).params == 1 << 28
     assert cuda_rows.bench(settings | {"quick": True}, Findings()).params == 1 << 20
+
+
+@pytest.mark.parametrize("part", [name for name in cuda_rows.parts(SETTINGS)])
+def test_a_part_for_a_device_runs_on_the_cpu(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part has one figure; that of "launches" is counted by torch's profiler on a device only."""
+    monkeypatch.setattr(cuda_rows, "_DEVICE", "cpu")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    findings = Findings()
+    cuda_rows.parts(SETTINGS)[part](cuda_rows.bench(SETTINGS | {"params": 4096}, findings))
+    if "launches" in part:
+        assert [skip.why for skip in findings.skips] == ["torch.profiler saw none of ours"] * 2
+    elif part == "torch bf16_states" and findings.skips:
+        assert "refuses it" in findings.skips[0].why
+    else:
+        (figure,) = findings.figures
+        assert figure.row == part.split()[0] and figure.value.median > 0 and not findings.skips
 
 
 def test_without_a_gpu_nothing_is_measured(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
