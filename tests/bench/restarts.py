@@ -71,10 +71,8 @@ class Restarts:
         self.progress.processes += 1
         journal, log = folder / "journal", folder / f"{self.progress.processes}.log"
         command = [sys.executable, "-m", measuring_process.__name__, self._module]
-        with (
-            log.open("wb") as output,
-            _started([*command, str(journal), json.dumps(self._settings)], output) as process,
-        ):
+        command += [str(journal), json.dumps(self._settings)]
+        with log.open("wb") as output, _started(command, output, folder) as process:
             why = self._watch(process, journal, log)
         self._read(journal)
         text = f"{why}; the end of the output:\n{log.read_text(errors='replace')}"
@@ -154,11 +152,14 @@ def _ending(status: int) -> str:
 
 
 @contextlib.contextmanager
-def _started(command: list[str], output: Any) -> Iterator["subprocess.Popen[bytes]"]:
-    """Starts a process in a new session; on exit kills it with all processes that it started."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+def _started(command: list[str], output: Any, folder: pathlib.Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """Starts a process in a new session; on exit kills it with all processes that it started. It runs in `folder`,
+    since python -m imports from the current folder first: another torch_ext may be there."""
+    paths = os.pathsep.join(os.path.abspath(path) for path in sys.path if path)
+    environment = os.environ | {"PYTHONPATH": paths}
+    nowhere = subprocess.DEVNULL
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
+        command, stdin=nowhere, stdout=output, stderr=output, env=environment, cwd=folder, start_new_session=True
     )
     try:
         yield process

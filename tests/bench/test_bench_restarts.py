@@ -163,6 +163,15 @@ def test_a_process_that_finds_no_device_is_not_begun_again(
     assert "no part began: it ended with status 1" in capfd.readouterr().out
 
 
+def test_what_is_in_the_current_folder_is_not_imported(
+    module: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch_ext.py").write_text("raise ImportError('of the current folder')")
+    monkeypatch.chdir(tmp_path)
+    found = Restarts("pretended_rows", {"parts": ["a"], "folder": str(module)}, lambda now: None).run()
+    assert not found.failures
+
+
 def test_output_is_printed_as_it_comes(module: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> None:
     settings = {"parts": ["a", "crashes", "b"], "folder": str(module)}
     Restarts("pretended_rows", settings, lambda now: None).run()
