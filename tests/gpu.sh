@@ -94,6 +94,7 @@ for library in "$built/libtorch_ext_cuda.so" "$built/cuda/libtorch_ext_cuda.so";
 done
 export PYTHONPATH=$work/path:$root/tests/gpu:$root/tests/torch:$root/tests/distributed:$root/tests
 export PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
+export NCCL_DEBUG=${NCCL_DEBUG:-WARN} # a failure then has its reason in the output
 unset PYTEST_ADDOPTS
 ulimit -c 0 # no core files: a process on a GPU has much memory
 cd "$work/path" || exit 1 # python -m searches the current folder first
@@ -157,7 +158,7 @@ test_files() {
   say "tests on the device, for at most $most s: $(basename -a "$@" | tr '\n' ' ')"
   processors=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
   "$python" "$root/tests/gpu_files.py" --folder "$work" --seconds "$most" --silence "${TORCH_EXT_TEST_SECONDS:-60}" \
-    --processors "$processors" "$@" -- "${pytest[@]}"
+    --processors "$processors" ${json:+--json "$json"} "$@" -- "${pytest[@]}"
   status=$?
   read -r passed failed skipped < <("$python" "$root/tests/gpu_report.py" counts "$work")
   [ "$status" = 0 ] || count "$status" "what runs the files of tests"
@@ -183,8 +184,9 @@ sanitize() {
   done
 }
 
-timeout 120 "$python" -m torch_ext info || exit 1
-why=$(timeout 120 "$python" -c '
+# On a new machine torch is read from a cold disk.
+timeout 200 "$python" -m torch_ext info || die "python -m torch_ext info ended with status $? (124: after 200 s)"
+why=$(timeout 200 "$python" -c '
 import torch
 print("" if torch.cuda.is_available() else "torch is built without CUDA" if not torch.backends.cuda.is_built() else "torch finds none")') || die "torch does not say whether there is a GPU"
 [ -z "$why" ] || say "no GPU ($why): everything is skipped"

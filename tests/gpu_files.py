@@ -31,6 +31,7 @@ _LONGEST = 4000  # characters of a process' output
 _FEW = 4  # with fewer processors, files run one after the other
 _FRUITLESS = 5  # consecutive processes without a test that passed, after which the rest of a file is skipped
 _START = 2  # factor on the allowed silence while a process starts
+_REPORT = 2.0  # seconds between reports of what is known so far
 _LEAST = 5  # with fewer seconds left, no process is started
 _TIME_IS_UP = "its time was up"
 # Lines of faulthandler to drop: some forty calls of pytest, which would push out what a C library printed before.
@@ -207,9 +208,13 @@ def main(options: argparse.Namespace, command: list[str]) -> None:
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
         try:
             running = {pool.submit(file.run): file for file in (File(run, path) for path in options.files)}
-            for future in concurrent.futures.as_completed(running):
-                future.result()
-                tell(running[future])
+            while running:
+                done, _ = concurrent.futures.wait(running, _REPORT, concurrent.futures.FIRST_COMPLETED)
+                if options.json:  # so that what is known is kept, whoever ends this program
+                    gpu_report.write(options.json, options.folder, gpu_report.counts(options.folder))
+                for future in done:
+                    future.result()
+                    tell(running.pop(future))
         finally:
             run.ends = 0.0  # after an interrupt: ends the running processes
 
@@ -220,6 +225,7 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, required=True, help="for all files together")
     parser.add_argument("--silence", type=float, required=True, help="for one test")
     parser.add_argument("--processors", type=int, required=True)
+    parser.add_argument("--json", type=pathlib.Path, help="where the report is written, again and again")
     parser.add_argument("files", type=pathlib.Path, nargs="+")
     split = sys.argv.index("--")
     main(parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :])

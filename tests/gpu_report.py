@@ -16,7 +16,9 @@ _SLOWEST = 5
 
 
 def lines(journal: pathlib.Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
+    """Returns the journal's lines. Leaves out a last line that is written in part so far."""
+    whole, _, _ = (journal.read_text() if journal.exists() else "").rpartition("\n")
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def tally(journal: pathlib.Path) -> dict[str, Any]:
@@ -55,6 +57,12 @@ def _tallies(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
     return {journal.stem: tally(journal) for journal in sorted((folder / "journals").glob("*.jsonl"))}
 
 
+def counts(folder: pathlib.Path) -> list[int]:
+    """Returns how many tests of the folder's journals passed, failed and were skipped."""
+    found = _tallies(folder).values()
+    return [sum(numbers[key] for numbers in found) for key in ("passed", "failed", "skipped")]
+
+
 def report(folder: pathlib.Path, totals: list[int]) -> dict[str, Any]:
     """Returns the whole report, for JSON."""
     parts: dict[str, Any] = _tallies(folder)
@@ -65,14 +73,19 @@ def report(folder: pathlib.Path, totals: list[int]) -> dict[str, Any]:
     return dict(zip(("passed", "failed", "skipped"), totals, strict=True)) | {"parts": parts}
 
 
+def write(file: pathlib.Path, folder: pathlib.Path, totals: list[int]) -> None:
+    """Writes the whole report. Whoever is killed meanwhile leaves the old file or the new one."""
+    new = file.with_name(file.name + ".new")
+    new.write_text(json.dumps(report(folder, totals), indent=1) + "\n")
+    new.replace(file)
+
+
 def main(what: str, *arguments: str) -> None:
     if what == "counts":
-        found = _tallies(pathlib.Path(arguments[0])).values()
-        print(*(sum(numbers[key] for numbers in found) for key in ("passed", "failed", "skipped")))
+        print(*counts(pathlib.Path(arguments[0])))
     else:
         file, folder, *totals = arguments
-        written = report(pathlib.Path(folder), [int(number) for number in totals])
-        pathlib.Path(file).write_text(json.dumps(written, indent=1) + "\n")
+        write(pathlib.Path(file), pathlib.Path(folder), [int(number) for number in totals])
 
 
 if __name__ == "__main__":

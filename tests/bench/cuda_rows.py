@@ -1,19 +1,19 @@
 """python tests/bench --device cuda: compares the step on a GPU with a copy of as many bytes, and with torch's
-optimizers."""
+optimizers. The parts of a row are measured in another process (restarts.py), since a kernel that fails leaves its
+process without a device."""
 
 import argparse
-import gc
 import json
+import pathlib
 import statistics
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from bench import bench_report, optimizer_configs, peers, workload
+from bench import bench_report, optimizer_configs, peers, restarts, workload
 from bench.figures import Bar, Findings
 from bench.optimizer_configs import CONFIGURATIONS, Stepper
 from bench.row import Bench
@@ -26,7 +26,6 @@ _DEVICE = "cuda:0"
 _PARAMS, _ROUNDS = 1_000_000_000, 20
 _QUICK_PARAMS, _QUICK_ROUNDS = 1 << 20, 3
 _VARIANT_PARAMS = 1 << 28  # fewer, since every build keeps its own parameters at the same time
-_WALL, _MANY = ("fp32", "bf16", "bf16_remainder", "8bit"), ("fp32", "bf16")
 _HOST_STEPS = 50
 
 
@@ -38,46 +37,76 @@ def why_not() -> str:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures the rows and prints their figures as they come. Returns 1 if there is no GPU or if a row failed; the
-    other rows are measured all the same."""
+    """Measures the parts of all rows in another process, and prints their figures as they come. Returns 1 if there is
+    no GPU or if a part failed; the other parts are measured all the same."""
     if reason := why_not():
         print(f"bench --device cuda: {reason}")
         return 1
-    facts = bench_report.machine(options.threads, options.seed) | _device_facts()
-    print(bench_report.facts(facts))
-    findings = Findings()
-    quick = options.quick
-    bench = Bench(
-        params=options.params or (_QUICK_PARAMS if quick else _VARIANT_PARAMS if options.variants else _PARAMS),
+    folder = str(options.variants.absolute()) if options.variants else ""
+    keys = ("params", "rounds", "threads", "seed", "quick")
+    settings = {key: getattr(options, key) for key in keys} | {"variants": folder}
+    measured = bench(settings, Findings())
+    if options.quick:
+        print("quick: small sizes, these figures are no claims")
+    print(
+        f"{measured.params:,} parameters in one tensor, {measured.rounds} rounds\n\n{bench_report.header()}", flush=True
+    )
+    shown = {"device": "cuda", "params": measured.params, "rounds": measured.rounds, "quick": options.quick}
+
+    def write(progress: restarts.Progress) -> None:
+        if options.json:
+            found = bench_report.as_json(progress.facts, shown, progress.findings)
+            text = json.dumps(found | {"failures": progress.failures, "processes": progress.processes}, indent=1)
+            new = options.json.with_name(options.json.name + ".new")
+            new.write_text(text + "\n")
+            new.replace(options.json)  # whoever is killed leaves the old file or the new one
+
+    progress = restarts.Restarts(__name__, settings, write).run()
+    print(bench_report.closing(progress.findings))
+    return int(bool(progress.failures))
+
+
+# -- what measuring_process asks of this module ----------------------------------------------------------------------
+
+
+def parts(settings: Mapping[str, Any]) -> dict[str, Callable[[Bench], None]]:
+    if folder := settings["variants"]:
+        return {
+            f"variants {name}": partial(variants, folder=pathlib.Path(folder), device=_DEVICE, names=[name])
+            for name in CONFIGURATIONS
+        }
+    return {f"{row} {name}": partial(measure, name=name) for row, (measure, names) in ROWS.items() for name in names}
+
+
+def bench(settings: Mapping[str, Any], findings: Findings) -> Bench:
+    quick = settings["quick"]
+    return Bench(
+        params=settings["params"] or (_QUICK_PARAMS if quick else _VARIANT_PARAMS if settings["variants"] else _PARAMS),
         model=workload.gpt2(16, 503, 32) if quick else workload.gpt2(),
-        rounds=options.rounds or (_QUICK_ROUNDS if quick else _ROUNDS),
-        threads=options.threads,
+        rounds=settings["rounds"] or (_QUICK_ROUNDS if quick else _ROUNDS),
+        threads=settings["threads"],
         isas=[],
-        seed=options.seed,
+        seed=settings["seed"],
         findings=findings,
     )
-    if quick:
-        print("quick: small sizes, these figures are no claims")
-    print(f"{bench.params:,} parameters in one tensor, {bench.rounds} rounds\n\n{bench_report.header()}", flush=True)
-    failed = False
-    rows = {"variants": partial(variants, folder=options.variants, device=_DEVICE)} if options.variants else ROWS
-    for name, row in rows.items():
-        print(f"-- {name}")
-        figures, skips = len(findings.figures), len(findings.skips)
-        try:
-            row(bench)
-        except Exception as error:  # of any kind: the other rows are still measured
-            traceback.print_exc()
-            failed = True
-            bench.skip(name, "the rest of the row", f"failed with {type(error).__name__}: {_first_line(error)}")
-        gc.collect()
-        torch.cuda.empty_cache()
-        print(bench_report.lines(findings.figures[figures:], findings.skips[skips:]), flush=True)
-        if options.json:
-            settings = {"device": "cuda", "params": bench.params, "rounds": bench.rounds, "quick": quick}
-            options.json.write_text(json.dumps(bench_report.as_json(facts, settings, findings), indent=1) + "\n")
-    print(bench_report.closing(findings))
-    return int(failed)
+
+
+def facts(settings: Mapping[str, Any]) -> dict[str, Any]:
+    found = bench_report.machine(settings["threads"], settings["seed"]) | _device_facts()
+    print(bench_report.facts(found), flush=True)
+    return found
+
+
+def why_dead() -> str:
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return _first_line(error)
+    return ""
+
+
+def clear() -> None:
+    torch.cuda.empty_cache()
 
 
 def _first_line(error: Exception) -> str:
@@ -106,7 +135,7 @@ def _waited(step: Callable[[], object], times: int = 1) -> Callable[[], None]:
     return several
 
 
-def copy_of(traffic: float, params: int, device: str = _DEVICE) -> Callable[[], None]:
+def copy_of(traffic: float, params: int, device: str) -> Callable[[], None]:
     """Returns a copy on the device that reads and writes `traffic` bytes per parameter in total. The bytes are random,
     since zeros can be faster."""
     words = max(int(traffic * params / 2) // 8, 1)
@@ -120,73 +149,82 @@ def copy_of(traffic: float, params: int, device: str = _DEVICE) -> Callable[[], 
     return copy
 
 
-def _wall(bench: Bench) -> None:
+def _wall(bench: Bench, name: str) -> None:
     """Compares the step on one flat tensor with a copy of as many bytes."""
-    for name in _WALL:
-        configuration = CONFIGURATIONS[name]
-        what = f"{name} ({configuration.about}): fraction of the copy bandwidth"
-        try:
-            ours = optimizer_configs.ours(configuration, bench.flat, bench.seed, _DEVICE)
-            contenders = {
-                "copy": _waited(copy_of(configuration.traffic, bench.params), 3),
-                "ours": _waited(ours.step, 3),
-            }
-            times = bench.run(f"wall {name}", contenders, bench.rounds)
-        except torch.cuda.OutOfMemoryError as error:
-            bench.skip("wall", what, _first_line(error))
-            continue
-        beside = {
-            "ns per parameter": statistics.median(times["ours"]) / 3 / bench.params * 1e9,
-            "copy TB/s": 3 * configuration.traffic * bench.params / statistics.median(times["copy"]) / 1e12,
-            "bytes per parameter": optimizer_configs.resident(ours, bench.params),
+    configuration = CONFIGURATIONS[name]
+    what = f"{name} ({configuration.about}): fraction of the copy bandwidth"
+    try:
+        ours = optimizer_configs.ours(configuration, bench.flat, bench.seed, _DEVICE)
+        contenders = {
+            "copy": _waited(copy_of(configuration.traffic, bench.params, _DEVICE), 3),
+            "ours": _waited(ours.step, 3),
         }
-        bench.add("wall", what, ratio(times, "copy", "ours"), Bar(0.85, 0.93), beside)
-        del ours, contenders
-        torch.cuda.empty_cache()
+        times = bench.run(f"wall {name}", contenders, bench.rounds)
+    except torch.cuda.OutOfMemoryError as error:
+        bench.skip("wall", what, _first_line(error))
+        return
+    beside = {
+        "ns per parameter": statistics.median(times["ours"]) / 3 / bench.params * 1e9,
+        "copy TB/s": 3 * configuration.traffic * bench.params / statistics.median(times["copy"]) / 1e12,
+        "bytes per parameter": optimizer_configs.resident(ours, bench.params),
+    }
+    bench.add("wall", what, ratio(times, "copy", "ours"), Bar(0.85, 0.93), beside)
 
 
-def _many(bench: Bench) -> None:
+def _many(bench: Bench, name: str) -> None:
     """Compares the step of GPT-2's tensors with that of one tensor with as many elements."""
     flat: Shapes = [(workload.numel(bench.model),)]
-    for name in _MANY:
-        made = {
-            "148 tensors": optimizer_configs.ours(CONFIGURATIONS[name], bench.model, bench.seed, _DEVICE),
-            "one tensor": optimizer_configs.ours(CONFIGURATIONS[name], flat, bench.seed, _DEVICE),
-        }
-        times = bench.run(f"many {name}", {who: _waited(o.step, 10) for who, o in made.items()}, bench.rounds)
-        what = f"{name}: GPT-2's {len(bench.model)} tensors against one flat tensor"
-        bench.add("many", what, ratio(times, "one tensor", "148 tensors"), Bar(0.95, 0.99))
+    made = {
+        "148 tensors": optimizer_configs.ours(CONFIGURATIONS[name], bench.model, bench.seed, _DEVICE),
+        "one tensor": optimizer_configs.ours(CONFIGURATIONS[name], flat, bench.seed, _DEVICE),
+    }
+    times = bench.run(f"many {name}", {who: _waited(o.step, 10) for who, o in made.items()}, bench.rounds)
+    what = f"{name}: GPT-2's {len(bench.model)} tensors against one flat tensor"
+    bench.add("many", what, ratio(times, "one tensor", "148 tensors"), Bar(0.95, 0.99))
 
 
-def _torch(bench: Bench) -> None:
-    """Compares the step of GPT-2's tensors with torch's fused AdamW and the mixed recipe."""
-    shapes = bench.model
-    pairs: Sequence[tuple[str, str, Stepper, Bar]] = (
-        (
-            "torch fused fp32 / ours fp32",
-            "fp32",
-            peers.torch_fused(shapes, torch.float32, bench.seed, _DEVICE),
-            Bar(1.0, 1.1),
-        ),
-        ("the mixed recipe / ours (bf16)", "bf16", peers.MixedRecipe(shapes, bench.seed, _DEVICE), Bar(2.0, 2.5)),
-        (
-            "torch fused, fp32 weights and bf16 states / ours (bf16)",
-            "bf16",
-            peers.torch_fused_bf16_states(shapes, bench.seed, _DEVICE),
-            Bar(0.97, 1.05),
-        ),
-    )
-    for what, name, peer, bar in pairs:
-        try:
-            peer.step()
-        except RuntimeError as refusal:
-            bench.skip("torch", what, f"torch {torch.__version__} refuses it: {_first_line(refusal)}")
-            continue
-        ours = optimizer_configs.ours(CONFIGURATIONS[name], shapes, bench.seed, _DEVICE)
-        contenders = {"theirs": _waited(peer.step, 10), "ours": _waited(ours.step, 10)}
-        times = bench.run(f"torch {name}", contenders, bench.rounds)
-        bench.add("torch", f"{what}, GPT-2", ratio(times, "theirs", "ours"), bar)
-    bench.skip("torch", "FlashOptim / ours (8bit)", "not measured by this benchmark")
+class _Peer(NamedTuple):
+    what: str
+    of: str  # our configuration to compare with
+    make: Callable[[Shapes, int], Stepper]  # arguments: shapes, seed
+    bar: Bar
+
+
+_PEERS = {
+    "fused": _Peer(
+        "torch fused fp32 / ours fp32",
+        "fp32",
+        lambda shapes, seed: peers.torch_fused(shapes, torch.float32, seed, _DEVICE),
+        Bar(1.0, 1.1),
+    ),
+    "mixed": _Peer(
+        "the mixed recipe / ours (bf16)",
+        "bf16",
+        lambda shapes, seed: peers.MixedRecipe(shapes, seed, _DEVICE),
+        Bar(2.0, 2.5),
+    ),
+    "bf16_states": _Peer(
+        "torch fused, fp32 weights and bf16 states / ours (bf16)",
+        "bf16",
+        lambda shapes, seed: peers.torch_fused_bf16_states(shapes, seed, _DEVICE),
+        Bar(0.97, 1.05),
+    ),
+}
+
+
+def _torch(bench: Bench, name: str) -> None:
+    """Compares the step of GPT-2's tensors with torch's fused AdamW or the mixed recipe."""
+    what, of, make, bar = _PEERS[name]
+    peer = make(bench.model, bench.seed)
+    try:
+        peer.step()
+    except RuntimeError as refusal:
+        bench.skip("torch", what, f"torch {torch.__version__} refuses it: {_first_line(refusal)}")
+        return
+    ours = optimizer_configs.ours(CONFIGURATIONS[of], bench.model, bench.seed, _DEVICE)
+    contenders = {"theirs": _waited(peer.step, 10), "ours": _waited(ours.step, 10)}
+    times = bench.run(f"torch {name}", contenders, bench.rounds)
+    bench.add("torch", f"{what}, GPT-2", ratio(times, "theirs", "ours"), bar)
 
 
 def launches(step: Callable[[], object]) -> list[str]:
@@ -202,47 +240,46 @@ def launches(step: Callable[[], object]) -> list[str]:
     return [event.name for event in events if not event.name.startswith(("Memcpy", "Memset"))]
 
 
-def _launches(bench: Bench) -> None:
+def _launches(bench: Bench, name: str) -> None:
     """Counts the kernels of a step, alone and with a clip."""
-    for name in _WALL:
-        ours = optimizer_configs.ours(CONFIGURATIONS[name], bench.model, bench.seed, _DEVICE)
+    ours = optimizer_configs.ours(CONFIGURATIONS[name], bench.model, bench.seed, _DEVICE)
 
-        def clip_and_step(optimizer: Any = ours.optimizer) -> None:
-            clip_grad_norm_(optimizer, 1.0)
-            optimizer.step()
+    def clip_and_step() -> None:
+        clip_grad_norm_(ours.optimizer, 1.0)
+        ours.step()
 
-        for what, step, most in ((name, ours.step, 1), (f"{name} with a clip", clip_and_step, 3)):
-            names = launches(step)
-            own = [kernel for kernel in names if "at::native" not in kernel]
-            if not own:
-                bench.skip("launches", f"{what}: kernels in a step", "torch.profiler saw none of ours")
-                continue
-            value = Spread(*[float(len(own))] * 3)
-            beside = {"of torch": float(len(names) - len(own))}
-            bench.add("launches", f"{what}: kernels in a step", value, Bar(most, most, lower_is_better=True), beside)
+    for what, step, most in ((name, ours.step, 1), (f"{name} with a clip", clip_and_step, 3)):
+        names = launches(step)
+        own = [kernel for kernel in names if "at::native" not in kernel]
+        if not own:
+            bench.skip("launches", f"{what}: kernels in a step", "torch.profiler saw none of ours")
+            continue
+        value = Spread(*[float(len(own))] * 3)
+        beside = {"of torch": float(len(names) - len(own))}
+        bench.add("launches", f"{what}: kernels in a step", value, Bar(most, most, lower_is_better=True), beside)
 
 
-def _host(bench: Bench) -> None:
+def _host(bench: Bench, name: str) -> None:
     """Measures the host's time until step() returns, while the device still works."""
-    for name in _MANY:
-        ours = optimizer_configs.ours(CONFIGURATIONS[name], bench.model, bench.seed, _DEVICE)
-        for _ in range(3):
-            ours.step()
-        torch.cuda.synchronize()
-        micros: list[float] = []
-        for _ in range(_HOST_STEPS):
-            begin = time.perf_counter()
-            ours.step()
-            micros.append((time.perf_counter() - begin) * 1e6)
-        torch.cuda.synchronize()
-        what = f"{name}: µs of the host in a step of {len(bench.model)} tensors"
-        bench.add("host", what, spread(micros), Bar(100, 30, lower_is_better=True))
+    ours = optimizer_configs.ours(CONFIGURATIONS[name], bench.model, bench.seed, _DEVICE)
+    for _ in range(3):
+        ours.step()
+    torch.cuda.synchronize()
+    micros: list[float] = []
+    for _ in range(_HOST_STEPS):
+        begin = time.perf_counter()
+        ours.step()
+        micros.append((time.perf_counter() - begin) * 1e6)
+    torch.cuda.synchronize()
+    what = f"{name}: µs of the host in a step of {len(bench.model)} tensors"
+    bench.add("host", what, spread(micros), Bar(100, 30, lower_is_better=True))
 
 
-ROWS: dict[str, Callable[[Bench], None]] = {
-    "wall": _wall,
-    "many": _many,
-    "torch": _torch,
-    "launches": _launches,
-    "host": _host,
+# Row -> its function and the names of its parts.
+ROWS: dict[str, tuple[Callable[..., None], Sequence[str]]] = {
+    "wall": (_wall, ("fp32", "bf16", "bf16_remainder", "8bit")),
+    "many": (_many, ("fp32", "bf16")),
+    "torch": (_torch, tuple(_PEERS)),
+    "host": (_host, ("fp32", "bf16")),
+    "launches": (_launches, ("fp32", "bf16", "bf16_remainder", "8bit")),
 }

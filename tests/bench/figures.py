@@ -1,5 +1,6 @@
 """The benchmark's findings: figures with their targets, and skips with their reasons."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -49,6 +50,13 @@ class Figure:
             "verdict": self.verdict,
             "beside": self.beside,
         }
+
+    @classmethod
+    def from_json(cls, given: Mapping[str, Any]) -> "Figure":
+        """Returns the figure that as_json() was called on."""
+        bar = None if given["goal"] is None else Bar(given["at_least"], given["goal"], given["lower_is_better"])
+        value = Spread(given["median"], given["least"], given["most"])
+        return cls(given["row"], given["what"], value, bar, given["beside"])
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any, NamedTuple
 
 import pytest
@@ -387,6 +387,39 @@ def test_variants_of_other_bits_are_an_error(tmp_path: pathlib.Path, monkeypatch
     monkeypatch.setattr(variant_rows, "Worker", Other)
     with pytest.raises(AssertionError, match="fp32: builds of other bits"):
         variant_rows.variants(Bench(4096, [], 3, 1, [], 0, Findings()), tmp_path, "cpu")
+
+
+@pytest.mark.parametrize("fault", ["os._exit(3)", "time.sleep(1000)"], ids=["ends", "hangs"])
+def test_a_variant_whose_process_is_lost_is_left_out(
+    fault: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other builds are compared all the same; without the plain build nothing can be."""
+    for name in ("bad", "other", "plain"):
+        (tmp_path / f"{name}.so").touch()
+    code = f"""
+import os, sys, time
+answers = 0
+print("ready", flush=True)
+for line in sys.stdin:
+    answers += 1
+    if answers == 2 and os.path.basename(os.environ["TORCH_EXT_CUDA_LIBRARY"]).startswith("bad"):
+        {fault}
+    print(1.5, flush=True)
+"""
+    (tmp_path / "fake").write_text(f"#!{sys.executable}\n{code}")
+    (tmp_path / "fake").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "fake"))
+    monkeypatch.setattr(variant_rows.Worker, "__init__", partialmethod(variant_rows.Worker.__init__, patience=2.0))
+    findings = Findings()
+    variant_rows.variants(Bench(4096, [], 3, 1, [], 0, findings), tmp_path, "cpu", names=["8bit"])
+    assert [f.what.rpartition(" ")[2] for f in findings.figures] == ["ordinary", "other", "plain"]
+    (skip,) = findings.skips
+    assert skip.what.endswith("plain / bad") and "bad.so ended with status" in skip.why
+    assert set(findings.times["variants 8bit"]) == {"ordinary", "other", "plain", "copy"}
+    (tmp_path / "plain.so").rename(tmp_path / "bad_plain.so")
+    monkeypatch.setattr(variant_rows, "PLAIN", "bad_plain")
+    with pytest.raises(variant_rows.Lost, match="bad_plain.so ended with status"):
+        variant_rows.variants(Bench(4096, [], 3, 1, [], 0, findings), tmp_path, "cpu", names=["8bit"])
 
 
 def test_variants_without_the_plain_one_are_refused(tmp_path: pathlib.Path) -> None:

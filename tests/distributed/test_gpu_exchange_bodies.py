@@ -36,7 +36,7 @@ def test_the_bodies_pass_without_a_gpu(nccl: str) -> None:
     package = os.path.dirname(os.path.dirname(os.path.abspath(torch_ext.__file__)))
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([package, *filter(None, folders)]),
-        "TORCH_EXT_EXCHANGE_DEVICE": "cpu",
+        "TORCH_EXT_GPU_TESTS_DEVICE": "cpu",
         "TORCH_EXT_NCCL": nccl,
         "OMP_NUM_THREADS": "1",
     }

@@ -1,5 +1,5 @@
-"""Skips every test here without a GPU, and says why. Tests of the exchange also run on the device that
-$TORCH_EXT_EXCHANGE_DEVICE names."""
+"""Skips every test here without a GPU, and says why. With $TORCH_EXT_GPU_TESTS_DEVICE=cpu they run on the CPU: not all
+pass there (test_gpu_bodies.py, test_gpu_exchange_bodies.py)."""
 
 import os
 
@@ -11,7 +11,7 @@ NO_GPU = "this torch is built without CUDA" if not torch.backends.cuda.is_built(
 
 @pytest.fixture(autouse=True, scope="session")
 def gpu() -> None:
-    if not torch.cuda.is_available() and os.environ.get("TORCH_EXT_EXCHANGE_DEVICE") != "cpu":
+    if not torch.cuda.is_available() and os.environ.get("TORCH_EXT_GPU_TESTS_DEVICE") != "cpu":
         pytest.skip(NO_GPU)
 
 

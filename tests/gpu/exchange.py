@@ -1,7 +1,7 @@
 """Trainings of one rank with an exchange in which gradients come late and streams sleep, so that a missing wait shows.
 
 Everything also runs on a CPU over gloo, where nothing is late: the expected bits come from that, and these functions
-can be checked on a machine without a GPU. $TORCH_EXT_EXCHANGE_DEVICE names the device.
+can be checked on a machine without a GPU. $TORCH_EXT_GPU_TESTS_DEVICE names the device.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from torch_ext.comm import nccl_transport
 from torch_ext.comm.streams import CudaStreams, streams_of
 from torch_ext.native import nccl
 
-DEVICE = torch.device(os.environ.get("TORCH_EXT_EXCHANGE_DEVICE", "cuda:0"))
+DEVICE = torch.device(os.environ.get("TORCH_EXT_GPU_TESTS_DEVICE", "cuda:0"))
 CPU = torch.device("cpu")
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params", "ddp hook"]
 TRANSPORTS = ["torch", "nccl"]
@@ -40,7 +40,12 @@ LATE = 4_000_000  # cycles, about 2 ms: time enough for an exchange that does no
 
 
 def join(folder: pathlib.Path, timeout: float = 60.0) -> None:
-    """Initializes a world of one rank, with a back end for each device."""
+    """Initializes a world of one rank, with a back end for each device.
+
+    Both use the loopback interface. Otherwise gloo asks for the address of the machine's name, which takes long for
+    every group where there is no name server, and NCCL needs another interface."""
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(variable, "lo")
     backends = "cpu:gloo" if DEVICE.type == "cpu" else f"cpu:gloo,{DEVICE.type}:nccl"
     if DEVICE.type == "cuda":
         torch.cuda.set_device(DEVICE)

@@ -11,14 +11,17 @@ tests/gpu_files.py starts these processes, and records the tests that began and 
     {"dead": "CUDA error: ..."}            why the process ends here
 """
 
+import ctypes
 import json
 import os
 import pathlib
+import signal
 from typing import Any
 
 import pytest
 
 DEAD = 70  # exit status
+_PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 _LONGEST = 4000  # characters of a failure's text; its end is kept, which has the error
 
 
@@ -96,4 +99,6 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # If tests/gpu_files.py is killed, so is this process: it would keep the device busy.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     config.pluginmanager.register(Journal(config.getoption("--journal"), config), "the journal")

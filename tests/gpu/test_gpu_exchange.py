@@ -6,12 +6,12 @@ and streams are late (exchange.py), so a missing wait would read other values.
 
 import os
 import pathlib
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 
 import exchange
+import other_process
 import pytest
 import torch
 import torch.distributed as dist
@@ -121,11 +121,8 @@ ENDS = {
 
 def ended(folder: pathlib.Path, code: str, timeout: float = 60.0) -> tuple[int, str]:
     """Runs a process and returns its exit status and output. timeout: of its process group."""
-    command = [sys.executable, "-c", HEAD + code, str(folder), str(timeout)]
     paths = [str(pathlib.Path(__file__).parent), *sys.path]
-    environment = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(p for p in paths if p)}
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
-    return ran.returncode, ran.stdout + ran.stderr
+    return other_process.run(HEAD + code, folder, timeout, PYTHONPATH=os.pathsep.join(p for p in paths if p))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -1,8 +1,6 @@
 """clip and step, captured into a CUDA graph and replayed, must have the bits of the same steps on the CPU."""
 
-import subprocess
-import sys
-
+import other_process
 import pytest
 import torch
 from test_gpu_training import DEVICE, POLICIES, assert_same, optimizer, set_grads, train
@@ -106,5 +104,5 @@ assert bool((main == 3).all()), main
 
 
 def test_a_kernel_may_first_be_loaded_within_a_capture() -> None:
-    ran = subprocess.run([sys.executable, "-c", FIRST_IN_A_CAPTURE], capture_output=True, text=True, timeout=100)
-    assert ran.returncode == 0, ran.stderr
+    status, text = other_process.run(FIRST_IN_A_CAPTURE)
+    assert status == 0, text

@@ -1,5 +1,6 @@
 """Every operator on the device must have the CPU's bits."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from operator_samples import BF16, F16, F32, I16, U8, Sample
 
-DEVICE = "cuda:0"
+DEVICE = os.environ.get("TORCH_EXT_GPU_TESTS_DEVICE", "cuda:0")
 # Sizes around blocks of 128, tiles, and samples of 4096; the largest needs several blocks of threads.
 NUMELS = (1, 127, 128, 129, 0, 1023, 4095, 4097, 100_003)
 

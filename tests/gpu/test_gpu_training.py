@@ -1,5 +1,6 @@
 """Training loops with torch_ext.AdamW on the device must have the bits of the same loop on the CPU."""
 
+import os
 import pathlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ import torch
 
 import torch_ext
 
-DEVICE = "cuda:0"
+DEVICE = os.environ.get("TORCH_EXT_GPU_TESTS_DEVICE", "cuda:0")
 NUMELS = (5, 300, 4097, 1, 70_000)
 POLICIES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "fp32": (torch.float32, {}),

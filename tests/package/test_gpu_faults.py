@@ -1,14 +1,19 @@
 """Tests tests/gpu.sh with tests that crash, hang or kill the device: only the faulty test fails, and the report says
 why. The device is a fake (gpu_machine.py); the processes and their faults are real."""
 
+import importlib
 import json
 import os
 import pathlib
 import re
+import signal
+import subprocess
+import sys
+import time
 from typing import Any
 
 import pytest
-from gpu_machine import path_with_processors, pretended, script
+from gpu_machine import ROOT, path_with_processors, pretended, script
 
 KILLS = """
 import pytest, torch
@@ -124,6 +129,12 @@ class Ran:
         return found
 
 
+def is_over(process: int) -> bool:
+    """Whether a process has ended."""
+    state = pathlib.Path(f"/proc/{process}/stat")
+    return not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     there = tmp_path_factory.mktemp("there")
@@ -177,9 +188,7 @@ def test_skips_are_told_by_reason(ran: Ran) -> None:
 
 
 def test_what_a_test_began_ends_with_it(ran: Ran) -> None:
-    child = int((ran.there / "child").read_text())
-    state = pathlib.Path(f"/proc/{child}/stat")
-    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+    assert is_over(int((ran.there / "child").read_text()))
 
 
 def test_each_log_comes_whole(ran: Ran) -> None:
@@ -221,6 +230,29 @@ def test_after(): pass
 """
 
 
+def test_what_is_known_is_on_disk_when_all_is_killed(tmp_path: pathlib.Path) -> None:
+    pid = tmp_path / "pid"
+    notes = f"import os, pathlib\npathlib.Path({str(pid)!r}).write_text(str(os.getpid()))\n"
+    there = pretended(tmp_path / "there", {"exchange": notes + TAKES_LONG, "training": FAILS})
+    command = ["bash", str(there / "tests/gpu.sh"), "--json", str(there / "gpu.json"), str(there / "built")]
+    given = os.environ | {"PATH": path_with_processors(16, there / "bin"), "TORCH_EXT_PYTHON": sys.executable}
+    with open(tmp_path / "log", "wb") as log:
+        process = subprocess.Popen(command, env=given, stdout=log, stderr=log, cwd=there, start_new_session=True)
+    end, found = time.monotonic() + 60, {"passed": 0, "failed": 0}
+    while time.monotonic() < end and (found["passed"], found["failed"]) != (2, 2):
+        time.sleep(0.1)
+        if (there / "gpu.json").exists():
+            found = json.loads((there / "gpu.json").read_text())
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert (found["passed"], found["failed"], found["skipped"]) == (2, 2, 4), (tmp_path / "log").read_text()
+    end = time.monotonic() + 5
+    while time.monotonic() < end and not is_over(int(pid.read_text())):
+        time.sleep(0.05)
+    assert is_over(int(pid.read_text())), "the process of the tests keeps the device"
+    assert "OSError: in its teardown" in found["parts"]["test_gpu_training.py"]["failures"]["test_passes_and_fails"]
+
+
 def test_tests_leave_time_for_the_parts_after_them(tmp_path: pathlib.Path) -> None:
     there = pretended(tmp_path / "there", {"training": TAKES_LONG})
     ran = Ran(there, "--tests", "--benchmark", TORCH_EXT_SECONDS="18", TORCH_EXT_TEST_SECONDS="60")
@@ -243,3 +275,12 @@ def test_a_runner_that_fails_is_counted(tmp_path: pathlib.Path) -> None:
     ran = Ran(there, "--tests")
     assert ran.status == 1 and ran.last == "0 passed, 1 failed, 0 skipped", ran.text
     assert os.listdir(there / "built") == ["libtorch_ext.so"]
+
+
+def test_a_process_beside_the_test_that_hangs_is_told_with_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "tests/gpu")
+    run = importlib.import_module("other_process").run
+    status, text = run("import sys, time\nprint('before', sys.argv[1], flush=True)\ntime.sleep(100)", 7, seconds=3.0)
+    assert status == -signal.SIGABRT
+    assert re.search(r"(?s)^before 7\n.*File .*line 3 in <module>.*it was ended after 3 s$", text.strip()), text
+    assert run("import os; raise SystemExit(os.environ['SAYS'])", SAYS="why") == (1, "why\n")
