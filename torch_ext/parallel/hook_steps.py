@@ -67,7 +67,7 @@ class Guard(reducer_registry.StepListener):
             self.cycle.zero(self.cycle.nonfinite())
         # Otherwise the user has dropped or changed all these gradients, and may step what is there now.
         if self._stepping or self.cycle.failure is not None or self.cycle.nonfinite():
-            self.cycle.check_step()
+            self.cycle.check_step("step()")
 
     def has(self, params: set[torch.Tensor]) -> bool:
         return not params.isdisjoint(self._params)
