@@ -58,6 +58,9 @@ class Visit:
         """Counts a skipped step, and marks the optimizer as if its step had been called."""
         if isinstance(self._optimizer, Adam):
             self._optimizer._states.counts[0, 0] += 1
+        for listener in reducer_registry.step_listeners(param_groups.all_params(self._optimizer.param_groups)):
+            if (reducer := listener()) is not None:
+                reducer.step_called()
         # LR schedulers warn where this is not set, as if they had been called before the optimizer.
         self._optimizer._opt_called = True
 

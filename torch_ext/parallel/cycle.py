@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torch_ext.native import dtypes, library, structs
+from torch_ext.parallel.sent_bytes import SentBytes
 
 NO_SHARD, OPTIM, OPTIM_GRADS, UNITS, DDP_HOOK = range(5)
 """tx_cycle_kind."""
@@ -364,7 +365,4 @@ class CycleDriver:
 class Exchange(CycleDriver):
     """A driver that exchanges a reducer's gradients."""
 
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes that this rank sent in the last completed cycle, and for all-gathers of weights since."""
-        raise NotImplementedError
+    sent: SentBytes

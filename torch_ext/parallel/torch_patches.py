@@ -111,8 +111,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
     if closure is None:
         for owner in owners:
             owner.before_step("step()")
-        return None
-    if not owners or isinstance(optimizer, Adam):  # our optimizers' step calls before_step itself
+    for owner in owners:
+        owner.step_called()
+    if closure is None or not owners or isinstance(optimizer, Adam):  # our optimizers' step calls before_step itself
         return None
 
     def checked() -> Any:

@@ -38,6 +38,10 @@ class StepListener(Protocol):
     def step_written(self) -> None:
         """Called when all weights are written, or none because the step was rejected."""
 
+    def step_called(self) -> None:
+        """Called when any optimizer's step() begins, after `before_step`, or when a loss scale skips it. The next
+        backward belongs to another step."""
+
 
 class GradientReducer(StepListener, abc.ABC):
     """Reduces the gradients of a model's parameters, and decides which part of each parameter this rank updates."""
