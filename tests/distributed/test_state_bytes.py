@@ -10,13 +10,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 import torch_ext
-from torch_ext.parallel.memory_plan import plan_memory
-from torch_ext.parallel.strategies.table import strategies as strategy_names
-from torch_ext.tensors.storage import is_released
 
 SHAPES: list[Any] = [(256, 512), (64, 300), (1000,), (7,)]
 NUMEL = sum(torch.Size(shape if isinstance(shape, tuple) else (shape,)).numel() for shape in SHAPES)
 WORLD = 2
+STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 # Bytes per element, by kind, of a bf16 model.
 STATES: dict[str, dict[str, float]] = {
@@ -58,7 +56,7 @@ def _measured(rank: int, world: int, strategy: str, kind: str) -> dict[str, tupl
         found[states] = counted, _held(optimizer)
         optimizer.zero_grad()
         torch_ext.offload(model, optimizer)
-        assert any(map(is_released, _tensors(optimizer))), "memory has moved"
+        assert any(t.numel() and not t.untyped_storage().nbytes() for t in _tensors(optimizer)), "memory has moved"
         assert optimizer.state_bytes() == counted, "offload moves tensors, and they are counted as before"
         torch_ext.onload(model, optimizer)
         optimizer.state[model.p0]["mine"] = model.p0.detach().clone()  # other code may keep DTensors there
@@ -72,7 +70,7 @@ def _tensors(optimizer: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "Muon"])
-@pytest.mark.parametrize("strategy", strategy_names())
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_each_rank_counts_what_it_holds(strategy: str, kind: str) -> None:
     answers = ranks.run(WORLD, _measured, strategy, kind)
     for states, sizes in STATES.items():
@@ -88,30 +86,6 @@ def test_each_rank_counts_what_it_holds(strategy: str, kind: str) -> None:
             expected["momentum_buffer"] = sizes["exp_avg"] * matrices * whole
         assert {key: total[key] for key in expected} == expected, states
         assert total.keys() - expected.keys() == {"step", "checksum"} | ({"scales"} if states == "8bit" else set())
-
-
-def _against_plan(rank: int, world: int, strategy: str) -> dict[str, int]:
-    found = {}
-    for states in STATES:
-        chosen = torch_ext.load_policy(BF16, override_optimizer_config={"states": states})
-        model: Any = torch_ext.parallelize(Given(SHAPES, BF16), chosen, strategy=strategy)
-        optimizer = torch_ext.AdamW(model.parameters(), policy=chosen)
-        optimizer.state_dict()  # creates the states
-        counted = optimizer.state_bytes()
-        found[states] = sum(counted.values()) - counted["checksum"]
-    return found
-
-
-@pytest.mark.parametrize("strategy", strategy_names())
-def test_the_plan_says_the_same_before(strategy: str) -> None:
-    shapes = {f"p{i}": torch.empty(shape, dtype=BF16) for i, shape in enumerate(SHAPES)}
-    answers = ranks.run(WORLD, _against_plan, strategy)
-    for states in STATES:
-        chosen = torch_ext.load_policy(BF16, override_optimizer_config={"states": states})
-        (plan,) = plan_memory(shapes, chosen, WORLD, [strategy])
-        planned = plan.masters + plan.moments + plan.scales + plan.steps
-        mean = sum(answer[states] for answer in answers) / WORLD
-        assert mean == planned if strategy == "no_shard" else mean == pytest.approx(planned, rel=0.01), states
 
 
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
