@@ -158,11 +158,13 @@ TX_API void tx_cycle_zero(tx_cycle *cycle, const int64_t *params, int64_t n);
 /* Event: the exchange has failed permanently. The text of the first failure is kept. */
 TX_API void tx_cycle_fail(tx_cycle *cycle, const char *text);
 
-/* Checks, before a step reads gradients, that it may. grads: [n_params], 1 for gradients that are this rank's own if
- * they were ready since the last reduction; NULL: none are. Returns 0, or -1 if: the exchange failed; a backward has
- * not ended; a backward raised after sums had been added; gradients are not finite (tx_cycle_nonfinite); no rank has
- * reduced the gradients; or the all-gathers of the last step's weights are not complete. */
-TX_API tx_cycle_answer tx_cycle_check_step(tx_cycle *cycle, const uint8_t *grads);
+/* Checks that gradients may be read by a step, or before it (to be clipped or unscaled). grads: [n_params], 1 for
+ * gradients that are this rank's own if they were ready since the last reduction; NULL: none are. call: the user's
+ * call, with which the refusal begins: "clip_grad_norm_()" for instance; NULL: "step()". Returns 0, or -1 if: the
+ * exchange failed; a backward has not ended; a backward raised after sums had been added; gradients are not finite
+ * (tx_cycle_nonfinite); no rank has reduced the gradients; or the all-gathers of the last step's weights are not
+ * complete. */
+TX_API tx_cycle_answer tx_cycle_check_step(tx_cycle *cycle, const uint8_t *grads, const char *call);
 
 /* Event: a step is about to write the first weight or state. If it raises or is interrupted before tx_cycle_stepped,
  * this rank alone has a mixture of weights from two steps. If there are other ranks, the next tx_cycle_begin or

@@ -136,9 +136,9 @@ typedef struct tx_delta_written {
 /* Finds weights with masters that were written from outside, which a step does not record. The bound (moved) of a block
  * becomes infinity, so that the block is sent whole, if one of its weights is not its master rounded to nearest, or if
  * its checksum differs. NaNs count as equal, and so do +0 and -0. Call it before tx_delta_encode; call it again after
- * tx_delta_encode for the tensors of which blocks were marked, as the next step rounds their weights again. those: n of
- * them. Everything is checked before the first bound is written. */
-TX_API tx_status tx_delta_mark(int64_t n, tx_delta_written *those, const tx_parallel *parallel, tx_error *error);
+ * tx_delta_encode for the tensors of which blocks were marked, as the next step rounds their weights again. tensors: n
+ * of them. Everything is checked before the first bound is written. */
+TX_API tx_status tx_delta_mark(int64_t n, tx_delta_written *tensors, const tx_parallel *parallel, tx_error *error);
 
 /* A message, in memory allocated by the library. */
 typedef struct tx_delta_message {

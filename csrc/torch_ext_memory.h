@@ -51,7 +51,7 @@ typedef struct tx_memory_args {
   int64_t threads;      /* threads of a rank, which tx_muon_lanes depends on; >= 1 */
   int64_t n_matrices;
   const tx_muon_matrix *matrices; /* Muon's, in the order in which they are stepped; `param` is an index into layout */
-  void *room; /* workspace of tx_memory_room_bytes, aligned to 8 bytes; NULL: there are no matrices */
+  void *workspace;                /* tx_memory_workspace_bytes, aligned to 8 bytes; NULL: there are no matrices */
 } tx_memory_args;
 #define TX_MEMORY_ARGS_INIT \
   { .size = sizeof(tx_memory_args), .in_flight = 1, .threads = 1 }
@@ -81,7 +81,7 @@ typedef struct tx_memory {
 } tx_memory;
 
 /* Bytes of workspace for tx_memory_plan if there are matrices; 0 if there are none, or if an argument is not legal. */
-TX_API int64_t tx_memory_room_bytes(const tx_memory_args *args);
+TX_API int64_t tx_memory_workspace_bytes(const tx_memory_args *args);
 
 /* Computes the memory of a training step under a strategy. In elements, for a buffer of the layout with T elements,
  * padding included, of which a rank's shard is S = T / world:

@@ -26,13 +26,13 @@ typedef struct tx_muon_part {
 /* First pass: updates the momentum and computes u. g = grad * clip_coef / grad_scale, limited in size as in tx_adamw.
  * The averages are computed in fp32, starting from the operand with the larger weight, and u from m before it is
  * rounded to its storage. Non-finite gradients give non-finite results. The caller takes the norms of matrices from
- * works, with tx_grad_stats, since the owner of a matrix has only these rounded values.
+ * updates, with tx_grad_stats, since the owner of a matrix has only these rounded values.
  *
  * Arrays have n entries; entries of one index have the same numel.
  *   grads      F32, BF16, F16
  *   momentums  F32, BF16; F16 and U8 (TX_FORMAT_MOMENTUM) with block scales
  *   scales     U8, the e8m0 scales of momentum's blocks if it is F16 or U8; none otherwise
- *   works      F32 or BF16: u, rounded to nearest
+ *   updates    F32 or BF16: u, rounded to nearest, which the caller replaces by o for tx_muon_update
  *   steps      F32, one element: completed steps; rounding thresholds are those of the next step. Not changed */
 typedef struct tx_muon_momentum_args {
   uint64_t size;
@@ -40,7 +40,7 @@ typedef struct tx_muon_momentum_args {
   const tx_tensor *grads;     /* read */
   const tx_tensor *momentums; /* updated */
   const tx_tensor *scales;    /* updated; NULL: none has one */
-  const tx_tensor *works;     /* written */
+  const tx_tensor *updates;   /* written */
   const tx_tensor *steps;     /* read */
   const tx_meta *meta;        /* NULL: id = position, start = 0; `group` is ignored */
   tx_tensor grad_scale;       /* F32, one element or none */
@@ -145,10 +145,10 @@ TX_API double tx_muon_lr_ratio(int64_t rows, int64_t columns, int32_t match_rms_
 TX_API int64_t tx_plan_owners_bytes(int64_t n, int64_t ranks);
 
 /* Assigns n pieces of work to `ranks` ranks so that the largest load of a rank is little more than the lower bound of
- * every plan. sizes: finite, >= 0; for matrices tx_muon_operations. room: workspace of tx_plan_owners_bytes, aligned to
- * 8 bytes; not used after the call. owners: n entries, written. fingerprint: written, may be NULL: a hash of sizes,
- * ranks and owners, for ranks to compare. Equal arguments give equal plans on every machine. */
-TX_API tx_status tx_plan_owners(int64_t n, const double *sizes, int64_t ranks, void *room, int32_t *owners,
+ * every plan. sizes: finite, >= 0; for matrices tx_muon_operations. workspace: tx_plan_owners_bytes, aligned to 8
+ * bytes; not used after the call. owners: n entries, written. fingerprint: written, may be NULL: a hash of sizes, ranks
+ * and owners, for ranks to compare. Equal arguments give equal plans on every machine. */
+TX_API tx_status tx_plan_owners(int64_t n, const double *sizes, int64_t ranks, void *workspace, int32_t *owners,
                                 int64_t *fingerprint, tx_error *error);
 
 #ifdef __cplusplus

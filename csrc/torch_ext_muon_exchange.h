@@ -16,10 +16,10 @@ typedef struct tx_muon_matrix {
   int64_t begin; /* its first element in the parameter */
   int64_t rows;
   int64_t columns;
-  int32_t owner;    /* the rank that orthogonalises it (tx_plan_owners) */
-  int32_t travels;  /* F32 or BF16: dtype in which its momentum is sent to the owner, and its update back; one dtype per
-                       parameter */
-  int32_t products; /* F32 or BF16: dtype of its matrix products */
+  int32_t owner;      /* the rank that orthogonalises it (tx_plan_owners) */
+  int32_t wire_dtype; /* F32 or BF16: dtype in which its momentum is sent to the owner, and its update back; one dtype
+                         per parameter */
+  int32_t product_dtype; /* F32 or BF16: dtype of its matrix products */
   int32_t reserved;
 } tx_muon_matrix;
 
@@ -86,9 +86,10 @@ TX_API int64_t tx_muon_exchange_matrix(const tx_muon_exchange *exchange, int64_t
 /* The part of a matrix that a rank has, in elements of the parameter; begin == end: none. */
 TX_API tx_muon_run tx_muon_exchange_part(const tx_muon_exchange *exchange, int64_t matrix, int64_t rank);
 
-/* Bytes of a round's first all-to-all. come: `world` entries, bytes of this rank's matrix from each rank. go: `world`
- * entries, bytes of the other ranks' matrices to each of them. On the way back they are swapped. */
-TX_API void tx_muon_exchange_sizes(const tx_muon_exchange *exchange, int64_t round, int64_t *come, int64_t *go);
+/* Bytes of a round's first all-to-all. receive_bytes: `world` entries, bytes of this rank's matrix from each rank.
+ * send_bytes: `world` entries, bytes of the other ranks' matrices to each of them. On the way back they are swapped. */
+TX_API void tx_muon_exchange_sizes(const tx_muon_exchange *exchange, int64_t round, int64_t *receive_bytes,
+                                   int64_t *send_bytes);
 
 /* Marks a matrix as failed, so that its parameter is not stepped. To be called at TX_MUON_INSTALL, on all ranks alike,
  * for each matrix of the round whose products were not finite or could not be computed by its owner. */
@@ -146,11 +147,11 @@ typedef struct tx_muon_product {
   double beta, alpha;
 } tx_muon_product;
 
-/* Lists all products of an iteration, in order: writes at most `room` of them and returns how many there are; 0 if an
- * argument is not legal. found: the operand that holds the result, X or OTHER. last: the square that the result was
- * last multiplied by, which is finite if the result is. */
-TX_API int64_t tx_muon_products(const tx_muon_iteration *iteration, tx_muon_product *products, int64_t room,
-                                int32_t *found, int32_t *last);
+/* Lists all products of an iteration, in order: writes at most `capacity` of them and returns how many there are; 0 if
+ * an argument is not legal. result: the operand that holds the result, X or OTHER. last_square: the square that the
+ * result was last multiplied by, which is finite if the result is. */
+TX_API int64_t tx_muon_products(const tx_muon_iteration *iteration, tx_muon_product *products, int64_t capacity,
+                                int32_t *result, int32_t *last_square);
 
 /* How many matrices are multiplied at a time, each by one thread, on a processor with this number of threads; 0: one
  * after the other, each by all threads. dtype: of the products. A product may have other bits with another number of
@@ -170,10 +171,10 @@ typedef enum tx_muon_outcome {
 /* One matrix that torch multiplies on the CPU. */
 typedef struct tx_muon_job {
   const tx_muon_iteration *iteration;
-  void *x;       /* rows * columns elements, aligned to a cache line; replaced by the result */
-  int32_t dtype; /* F32 or BF16 */
-  int32_t alone; /* 1: multiplied by one thread, at the same time as other jobs; 0: by all threads, after those jobs */
-  int32_t outcome; /* written: tx_muon_outcome */
+  void *x;            /* rows * columns elements, aligned to a cache line; replaced by the result */
+  int32_t dtype;      /* F32 or BF16 */
+  int32_t one_thread; /* 1: multiplied by one thread, at the same time as other jobs; 0: by all threads, after those */
+  int32_t outcome;    /* written: tx_muon_outcome */
   int32_t reserved;
 } tx_muon_job;
 

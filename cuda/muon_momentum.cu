@@ -115,14 +115,14 @@ entry entry_of(const tx_muon_momentum_args *a, int64_t i) {
   e.numel = a->grads[i].numel;
   e.grad = a->grads[i].data;
   e.momentum = a->momentums[i].data;
-  e.work = a->works[i].data;
+  e.work = a->updates[i].data;
   e.scales = (uint8_t *)data_of(tx_at_or_none(a->scales, i));
   e.step = a->steps[i].data;
   e.id = meta.id;
   e.start = meta.start;
   e.grad_dtype = (uint8_t)a->grads[i].dtype;
   e.momentum_dtype = (uint8_t)a->momentums[i].dtype;
-  e.work_dtype = (uint8_t)a->works[i].dtype;
+  e.work_dtype = (uint8_t)a->updates[i].dtype;
   e.grad_alignment = (uint8_t)tx_alignment_of(e.grad);
   e.momentum_alignment = (uint8_t)tx_alignment_of(e.momentum);
   e.work_alignment = (uint8_t)tx_alignment_of(e.work);

@@ -50,7 +50,7 @@ def train(strategy: str, steps: range, saved: dict[str, object] | None) -> dict[
         optimizer.step()
         optimizer.zero_grad()
     if dist.get_rank() == 0:
-        held = sum(t.nbytes for p in model.parameters() for t in optimizer.state[p].values())
+        held = sum(optimizer.state_bytes().values())
         numel = sum(p.numel() for p in model.parameters())
         print(
             f"{strategy:12} loss {loss.item():.4f}, {held / numel:5.2f} bytes of optimizer state per parameter and rank"

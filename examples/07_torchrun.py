@@ -90,16 +90,15 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler
     return {"model": weights, "optimizer": states, "scheduler": scheduler}
 
 
-def report(losses: str, model: Any, optimizer: torch.optim.Optimizer) -> None:
+def report(losses: str, model: Any, optimizer: torch_ext.AdamW) -> None:
     """Prints the losses, what rank 0 holds and sends, and a checksum of the weights. Every rank calls it."""
-    states = [t for state in optimizer.state.values() for t in state.values()]
-    held = sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in states)  # DTensor.nbytes: of all ranks
+    held = sum(optimizer.state_bytes().values())
     checksum = 0
     for weight in model.state_dict().values():
         whole = weight.full_tensor() if isinstance(weight, DTensor) else weight  # gathers what FSDP2 splits
         checksum = zlib.crc32(whole.cpu().view(torch.uint8).numpy().tobytes(), checksum)
     if dist.get_rank() == 0:
-        print(f"{losses}\nbytes: {held} of optimizer state, {model.wire_bytes()} sent by the last backward and step")
+        print(f"{losses}\nbytes: {held} of optimizer state, {model.wire_bytes()} sent in the last step")
         print(f"checksum of the weights: {checksum:08x}")
 
 

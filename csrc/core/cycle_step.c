@@ -26,12 +26,13 @@ void tx_cycle_notice_partly_stepped(tx_cycle *c) {
   c->partly_stepped = 1;
 }
 
-tx_cycle_answer tx_cycle_check_step(tx_cycle *c, const uint8_t *grads) {
+tx_cycle_answer tx_cycle_check_step(tx_cycle *c, const uint8_t *grads, const char *call) {
+  if (!call) call = "step()";
   tx_cycle_notice_unfinished_step(c);
-  if (tx_cycle_has_failed(c)) return tx_cycle_refuse(c, "step() after an exchange that failed: %s", c->failure);
-  if (c->phase != TX_PHASE_IDLE) return tx_cycle_refuse(c, "step() during a backward: call it after that");
+  if (tx_cycle_has_failed(c)) return tx_cycle_refuse(c, "%s after an exchange that failed: %s", call, c->failure);
+  if (c->phase != TX_PHASE_IDLE) return tx_cycle_refuse(c, "%s during a backward: call it after that", call);
   if (c->n_gathered < c->n_gathers)
-    return tx_cycle_refuse(c, "step() before the all-gather of the last step's weights has ended");
+    return tx_cycle_refuse(c, "%s before the all-gather of the last step's weights has ended", call);
   int64_t unreduced = -1;
   int broken = 0, nonfinite = 0;
   for (int64_t i = c->args.n_params; i-- > 0;) {
@@ -41,25 +42,26 @@ tx_cycle_answer tx_cycle_check_step(tx_cycle *c, const uint8_t *grads) {
   }
   if (broken) {
     return tx_cycle_refuse(c,
-                           "step() after a backward that raised when some of its sums were added already: call "
-                           "zero_grad() and repeat the micro-batches");
+                           "%s after a backward that raised when some of its sums were added already: call "
+                           "zero_grad() and repeat the micro-batches",
+                           call);
   }
   if (nonfinite) {
     char names[TX_CYCLE_TEXT / 2];
     tx_text text = tx_text_in(names, sizeof names);
     tx_cycle_add_names(&text, c, c->nonfinite);
     return tx_cycle_refuse(c,
-                           "step() with gradients that have NaN or Inf (%s and perhaps others), as backward said "
+                           "%s with gradients that have NaN or Inf (%s and perhaps others), as backward said "
                            "(check_for_nan_in_grad): call zero_grad() first",
-                           names);
+                           call, names);
   }
   if (unreduced >= 0) {
     return tx_cycle_refuse(
         c,
-        "step() with gradients that no rank has reduced (parameter '%s' and perhaps others): the last backward ran "
+        "%s with gradients that no rank has reduced (parameter '%s' and perhaps others): the last backward ran "
         "under no_sync(), or raised, or `.grad` was assigned where gradients are sharded. Leave no_sync() for the last "
         "micro-batch, or call zero_grad() to drop them.",
-        c->args.names[unreduced]);
+        call, c->args.names[unreduced]);
   }
   c->n_steps++;
   return 0;

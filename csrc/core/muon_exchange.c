@@ -49,7 +49,7 @@ static int64_t most(int64_t a, int64_t b) {
 }
 
 static int64_t item_bytes(const tx_muon_matrix *m) {
-  return m->travels == TX_BF16 ? 2 : 4;
+  return m->wire_dtype == TX_BF16 ? 2 : 4;
 }
 
 static tx_muon_run run_of(const tx_muon_exchange_args *args, int64_t param, int64_t rank) {
@@ -74,10 +74,10 @@ static int64_t part_bytes(const tx_muon_exchange *x, int64_t matrix, int64_t ran
   return (part.end - part.begin) * item_bytes(&x->args.matrices[matrix]);
 }
 
-void tx_muon_exchange_sizes(const tx_muon_exchange *x, int64_t round, int64_t *come, int64_t *go) {
+void tx_muon_exchange_sizes(const tx_muon_exchange *x, int64_t round, int64_t *receive_bytes, int64_t *send_bytes) {
   for (int64_t r = 0; r < x->args.world; r++) {
-    come[r] = part_bytes(x, tx_muon_exchange_matrix(x, round, x->args.rank), r);
-    go[r] = part_bytes(x, tx_muon_exchange_matrix(x, round, r), x->args.rank);
+    receive_bytes[r] = part_bytes(x, tx_muon_exchange_matrix(x, round, x->args.rank), r);
+    send_bytes[r] = part_bytes(x, tx_muon_exchange_matrix(x, round, r), x->args.rank);
   }
 }
 
@@ -112,7 +112,7 @@ static int is_float(int32_t dtype) {
 static int fits(const tx_muon_exchange_args *args, const tx_muon_matrix *m) {
   int64_t numel, end;
   return m->param >= 0 && m->param < args->n_params && m->begin >= 0 && m->rows > 0 && m->columns > 0 &&
-         m->owner >= 0 && m->owner < args->world && is_float(m->travels) && is_float(m->products) &&
+         m->owner >= 0 && m->owner < args->world && is_float(m->wire_dtype) && is_float(m->product_dtype) &&
          !__builtin_mul_overflow(m->rows, m->columns, &numel) && !__builtin_add_overflow(m->begin, numel, &end) &&
          end <= LARGEST;
 }
@@ -144,7 +144,7 @@ static tx_status check(const tx_muon_exchange_args *args, tx_error *error) {
     const int64_t begin = goes_on ? before->begin + before->rows * before->columns : 0;
     const int last = i + 1 == args->n || m[1].param != m->param;
     const int legal = fits(args, m) && m->begin == begin && (!before || before->param <= m->param) &&
-                      (!goes_on || before->travels == m->travels) && (numel += m->rows * m->columns) <= LARGEST &&
+                      (!goes_on || before->wire_dtype == m->wire_dtype) && (numel += m->rows * m->columns) <= LARGEST &&
                       (!last || are_runs(args, m->param, begin + m->rows * m->columns));
     if (!legal) {
       return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
@@ -320,7 +320,7 @@ int64_t tx_muon_fingerprint(int64_t plan, int64_t n, const tx_muon_matrix *matri
   uint64_t hash = tx_hash_int(tx_hash_int(tx_hash_begin(), plan), n);
   for (int64_t i = 0; i < n; i++) {
     const tx_muon_matrix *m = &matrices[i];
-    const int64_t of[] = {ids[i], m->begin, m->rows, m->columns, m->travels, m->products};
+    const int64_t of[] = {ids[i], m->begin, m->rows, m->columns, m->wire_dtype, m->product_dtype};
     for (size_t k = 0; k < sizeof of / sizeof *of; k++)
       hash = tx_hash_int(hash, of[k]);
   }

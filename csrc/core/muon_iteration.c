@@ -208,23 +208,23 @@ double tx_muon_count(const tx_muon_iteration *iteration) {
 
 typedef struct written {
   tx_muon_product *products;
-  int64_t room, n;
+  int64_t capacity, n;
 } written;
 
 static int write_down(void *ctx, const tx_muon_product *product) {
   written *w = ctx;
-  if (w->n < w->room) w->products[w->n] = *product;
+  if (w->n < w->capacity) w->products[w->n] = *product;
   w->n++;
   return 0;
 }
 
-int64_t tx_muon_products(const tx_muon_iteration *iteration, tx_muon_product *products, int64_t room, int32_t *found,
-                         int32_t *last) {
-  if (!tx_muon_is_iteration(iteration) || (room > 0 && !products) || !found || !last) return 0;
+int64_t tx_muon_products(const tx_muon_iteration *iteration, tx_muon_product *products, int64_t capacity,
+                         int32_t *result, int32_t *last_square) {
+  if (!tx_muon_is_iteration(iteration) || (capacity > 0 && !products) || !result || !last_square) return 0;
   const tx_muon_iteration it = tx_muon_chosen(iteration);
-  written w = {.products = products, .room = room};
+  written w = {.products = products, .capacity = capacity};
   const tx_muon_made made = tx_muon_iterate(&it, write_down, &w);
-  *found = made.found;
-  *last = made.last;
+  *result = made.result;
+  *last_square = made.last_square;
   return w.n;
 }

@@ -8,7 +8,7 @@
 typedef int (*tx_muon_make)(void *ctx, const tx_muon_product *product);
 
 typedef struct tx_muon_made {
-  int32_t found, last; /* as tx_muon_products */
+  int32_t result, last_square; /* as tx_muon_products */
   int stopped;
 } tx_muon_made;
 

@@ -32,12 +32,12 @@ static extent extent_of(const tx_memory_args *args, int32_t dtype, int lanes) {
   extent e = {0};
   for (int64_t i = 0; i < args->n_matrices; i++) {
     const tx_muon_matrix *m = &args->matrices[i];
-    if (m->products != dtype || (lanes && !tx_muon_lanes(m->rows, m->columns, dtype, args->threads))) continue;
+    if (m->product_dtype != dtype || (lanes && !tx_muon_lanes(m->rows, m->columns, dtype, args->threads))) continue;
     e.n++;
     e.numel = most(e.numel, numel_of(m));
     e.side = most(e.side, m->rows < m->columns ? m->rows : m->columns);
-    e.copied |= m->travels != dtype || m->begin * item_bytes(dtype) % CACHE_LINE != 0;
-    e.whole = most(e.whole, (m->begin + numel_of(m)) * item_bytes(m->travels));
+    e.copied |= m->wire_dtype != dtype || m->begin * item_bytes(dtype) % CACHE_LINE != 0;
+    e.whole = most(e.whole, (m->begin + numel_of(m)) * item_bytes(m->wire_dtype));
   }
   return e;
 }
@@ -94,7 +94,8 @@ static tx_status check(const tx_memory_args *args, tx_error *error) {
     const int known = p && p->shape && p->ndim > 0 && p->shape[0] > 0 && is_placed(args, m->param);
     const int fits = known && m->rows > 0 && m->columns > 0 && m->begin >= 0 && m->rows <= p->numel / m->columns &&
                      m->begin <= p->numel - numel_of(m) && p->tied == -1 && (numel += numel_of(m)) <= LARGEST;
-    if (fits && (m->travels == TX_F32 || m->travels == TX_BF16) && (m->products == TX_F32 || m->products == TX_BF16))
+    if (fits && (m->wire_dtype == TX_F32 || m->wire_dtype == TX_BF16) &&
+        (m->product_dtype == TX_F32 || m->product_dtype == TX_BF16))
       continue;
     return tx_fail(
         error, TX_ERROR_INVALID_ARGUMENT,
@@ -115,11 +116,11 @@ static tx_muon_exchange_args exchange_of(const tx_memory_args *args) {
   found.matrices = args->matrices;
   found.n_params = args->layout->n;
   found.world = args->layout->world;
-  found.runs = args->room;
+  found.runs = args->workspace;
   return found;
 }
 
-int64_t tx_memory_room_bytes(const tx_memory_args *args) {
+int64_t tx_memory_workspace_bytes(const tx_memory_args *args) {
   const int64_t largest = INT64_C(1) << 40;
   if (!args || args->size != sizeof *args || !args->layout || args->n_matrices < 1 || args->n_matrices > largest ||
       args->layout->n < 1 || args->layout->world < 1 || args->layout->n > largest / args->layout->world)
@@ -135,23 +136,25 @@ tx_status tx_muon_memory(const tx_memory_args *args, int64_t *products, int64_t 
     return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "memory: threads is %lld; >= 1 is legal",
                    (long long)args->threads);
   }
-  if (!args->matrices || !args->room || (uintptr_t)args->room % sizeof(int64_t) || tx_memory_room_bytes(args) == 0) {
-    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
-                   "memory: %lld matrices; legal: >= 0, with room (tx_memory_room_bytes) where there are some",
-                   (long long)args->n_matrices);
+  if (!args->matrices || !args->workspace || (uintptr_t)args->workspace % sizeof(int64_t) ||
+      tx_memory_workspace_bytes(args) == 0) {
+    return tx_fail(
+        error, TX_ERROR_INVALID_ARGUMENT,
+        "memory: %lld matrices; legal: >= 0, with a workspace (tx_memory_workspace_bytes) where there are some",
+        (long long)args->n_matrices);
   }
   TX_FORWARD(check(args, error));
   *products = products_in(args, TX_F32) + products_in(args, TX_BF16);
   if (args->layout->world == 1) return TX_OK;
   if (args->strategy == TX_NO_SHARD) {
     for (int64_t i = 0; i < args->n_matrices; i++)
-      *stepping += numel_of(&args->matrices[i]) * item_bytes(args->matrices[i].travels);
+      *stepping += numel_of(&args->matrices[i]) * item_bytes(args->matrices[i].wire_dtype);
     return TX_OK;
   }
   tx_muon_exchange_args exchange = exchange_of(args);
   for (int64_t i = 0; i < args->n_matrices; i++)
-    cut(args, args->matrices[i].param, (tx_muon_run *)args->room + args->matrices[i].param * exchange.world);
-  void *memory = (char *)args->room + runs_bytes(args);
+    cut(args, args->matrices[i].param, (tx_muon_run *)args->workspace + args->matrices[i].param * exchange.world);
+  void *memory = (char *)args->workspace + runs_bytes(args);
   tx_muon_exchange *unused;
   TX_FORWARD(tx_muon_exchange_init(memory, &exchange, &unused, error));
   for (; exchange.rank < exchange.world; exchange.rank++)

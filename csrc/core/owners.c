@@ -128,12 +128,12 @@ static int64_t fingerprint_of(int64_t n, const double *sizes, int64_t ranks, con
   return (int64_t)(tx_hash_end(hash) >> 1);
 }
 
-static tx_status check(int64_t n, const double *sizes, int64_t ranks, const void *room, const int32_t *owners,
+static tx_status check(int64_t n, const double *sizes, int64_t ranks, const void *workspace, const int32_t *owners,
                        tx_error *error) {
-  if (tx_plan_owners_bytes(n, ranks) == 0 || !room || (uintptr_t)room % sizeof(int64_t) ||
+  if (tx_plan_owners_bytes(n, ranks) == 0 || !workspace || (uintptr_t)workspace % sizeof(int64_t) ||
       (n > 0 && (!sizes || !owners))) {
-    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "tx_plan_owners: %lld pieces for %lld ranks, room at %p",
-                   (long long)n, (long long)ranks, room);
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "tx_plan_owners: %lld pieces for %lld ranks, workspace at %p",
+                   (long long)n, (long long)ranks, workspace);
   }
   for (int64_t i = 0; i < n; i++) {
     if (!isfinite(sizes[i]) || sizes[i] < 0)
@@ -162,20 +162,20 @@ static void find_owners(plan p, const double *sizes, int32_t *owners) {
   }
 }
 
-static tx_status plan_owners(int64_t n, const double *sizes, int64_t ranks, void *room, int32_t *owners,
+static tx_status plan_owners(int64_t n, const double *sizes, int64_t ranks, void *workspace, int32_t *owners,
                              tx_error *error) {
-  TX_FORWARD(check(n, sizes, ranks, room, owners, error));
-  plan p = {.n = n, .ranks = ranks, .pieces = room};
+  TX_FORWARD(check(n, sizes, ranks, workspace, owners, error));
+  plan p = {.n = n, .ranks = ranks, .pieces = workspace};
   p.loads = (double *)(p.pieces + n);
   p.owners = (int32_t *)(p.loads + ranks);
   find_owners(p, sizes, owners);
   return TX_OK;
 }
 
-tx_status tx_plan_owners(int64_t n, const double *sizes, int64_t ranks, void *room, int32_t *owners,
+tx_status tx_plan_owners(int64_t n, const double *sizes, int64_t ranks, void *workspace, int32_t *owners,
                          int64_t *fingerprint, tx_error *error) {
   const tx_fp_mode saved = tx_fp_enter();
-  const volatile tx_status status = plan_owners(n, sizes, ranks, room, owners, error);
+  const volatile tx_status status = plan_owners(n, sizes, ranks, workspace, owners, error);
   tx_fp_leave(saved);
   if (status == TX_OK && fingerprint) *fingerprint = fingerprint_of(n, sizes, ranks, owners);
   return status;

@@ -10,7 +10,7 @@
 #define PIECE (64 * TX_TILE) /* weights per work item */
 
 typedef struct mark_work {
-  tx_delta_written *those;
+  tx_delta_written *tensors;
   int64_t n;
 } mark_work;
 
@@ -35,13 +35,13 @@ static tx_delta_written *with_piece(const mark_work *w, int64_t i) {
   int64_t low = 0, high = w->n - 1;
   while (low < high) {
     const int64_t middle = high - (high - low) / 2;
-    if (w->those[middle].first <= i) {
+    if (w->tensors[middle].first <= i) {
       low = middle;
     } else {
       high = middle - 1;
     }
   }
-  return &w->those[low];
+  return &w->tensors[low];
 }
 
 static void mark_piece(void *ctx, int64_t task, int64_t i) {
@@ -83,18 +83,18 @@ static tx_status check_written(const tx_delta_written *of, tx_error *error) {
   return tx_check_overlap(spans, 4, error);
 }
 
-tx_status tx_delta_mark(int64_t n, tx_delta_written *those, const tx_parallel *parallel, tx_error *error) {
+tx_status tx_delta_mark(int64_t n, tx_delta_written *tensors, const tx_parallel *parallel, tx_error *error) {
   TX_FORWARD(tx_check_parallel(parallel, error));
-  TX_FORWARD(tx_check_present("tx_delta_mark: those", those, n, error));
+  TX_FORWARD(tx_check_present("tx_delta_mark: tensors", tensors, n, error));
   for (int64_t i = 0; i < n; i++)
-    TX_FORWARD(tx_fail_of("tx_delta_mark: those", i, check_written(&those[i], error), error));
+    TX_FORWARD(tx_fail_of("tx_delta_mark: tensors", i, check_written(&tensors[i], error), error));
   int64_t pieces = 0;
   for (int64_t i = 0; i < n; i++) {
-    those[i].marked = 0;
-    those[i].first = pieces;
-    pieces += (those[i].weights.numel + PIECE - 1) / PIECE;
+    tensors[i].marked = 0;
+    tensors[i].first = pieces;
+    pieces += (tensors[i].weights.numel + PIECE - 1) / PIECE;
   }
-  mark_work w = {those, n};
+  mark_work w = {tensors, n};
   tx_delta_each(parallel, pieces, mark_piece, &w);
   return TX_OK;
 }

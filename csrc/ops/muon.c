@@ -41,12 +41,12 @@ static void momentum_piece(void *ctx, void *local, int64_t i, int64_t begin, int
       .grad = tx_advanced(a->grads[i], begin),
       .momentum = tx_advanced(a->momentums[i], begin),
       .scales = scales.numel ? (uint8_t *)scales.data + begin / TX_BLOCK : NULL,
-      .work = tx_advanced(a->works[i], begin),
+      .work = tx_advanced(a->updates[i], begin),
       .constants = c->constants,
       .noise = tx_noise_at(a->seed, meta.id, TX_LANE_EXP_AVG, next_step(a->steps, i), tx_element_at(meta, begin)),
       .grad_dtype = a->grads[i].dtype,
       .momentum_dtype = a->momentums[i].dtype,
-      .work_dtype = a->works[i].dtype,
+      .work_dtype = a->updates[i].dtype,
       .rounding = a->moment_rounding,
       .nesterov = a->nesterov,
       .stream_store = c->streams,
@@ -58,7 +58,7 @@ tx_status tx_muon_momentum(const tx_muon_momentum_args *args, const tx_parallel 
   TX_FORWARD(tx_check_parallel(parallel, error));
   TX_FORWARD(tx_check_muon_momentum(args, 1, error));
   momentum_context context = {
-      .args = args, .kernels = tx_kernels_selected(), .streams = leaves_caches(args->works, args->n)};
+      .args = args, .kernels = tx_kernels_selected(), .streams = leaves_caches(args->updates, args->n)};
   const tx_fp_mode saved = tx_fp_enter();
   context.constants =
       tx_muon_prepare(args->momentum, tx_get_f32(args->clip_coef, 1.0f), tx_get_f32(args->grad_scale, 1.0f));

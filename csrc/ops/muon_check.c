@@ -102,11 +102,11 @@ static tx_status check_momentum_args(const tx_muon_momentum_args *a, int reads_v
   }
   TX_FORWARD(tx_check_present("grads", a->grads, a->n, error));
   TX_FORWARD(tx_check_present("momentums", a->momentums, a->n, error));
-  TX_FORWARD(tx_check_present("works", a->works, a->n, error));
+  TX_FORWARD(tx_check_present("updates", a->updates, a->n, error));
   TX_FORWARD(tx_check_present("steps", a->steps, a->n, error));
   const tx_span spans[] = {
       {"grads", a->grads, a->n, 0},       {"momentums", a->momentums, a->n, 1}, {"scales", a->scales, a->n, 1},
-      {"works", a->works, a->n, 1},       {"steps", a->steps, a->n, 0},         {"grad_scale", &a->grad_scale, 1, 0},
+      {"updates", a->updates, a->n, 1},   {"steps", a->steps, a->n, 0},         {"grad_scale", &a->grad_scale, 1, 0},
       {"clip_coef", &a->clip_coef, 1, 0},
   };
   const int64_t n_spans = (int64_t)(sizeof spans / sizeof *spans);
@@ -114,9 +114,9 @@ static tx_status check_momentum_args(const tx_muon_momentum_args *a, int reads_v
   TX_FORWARD(tx_check_fixed("grad_scale", a->grad_scale, TX_F32, 1, 0, error));
   TX_FORWARD(tx_check_fixed("clip_coef", a->clip_coef, TX_F32, 1, 0, error));
   TX_FORWARD(tx_check_same_numel("momentums", a->momentums, "grads", a->grads, a->n, error));
-  TX_FORWARD(tx_check_same_numel("works", a->works, "grads", a->grads, a->n, error));
+  TX_FORWARD(tx_check_same_numel("updates", a->updates, "grads", a->grads, a->n, error));
   TX_FORWARD(tx_check_plain("grads", a->grads, a->n, error));
-  TX_FORWARD(check_wide("works", a->works, a->n, error));
+  TX_FORWARD(check_wide("updates", a->updates, a->n, error));
   for (int64_t i = 0; i < a->n; i++)
     TX_FORWARD(check_momentum(a, i, error));
   TX_FORWARD(check_steps(a->steps, a->n, reads_values, error));

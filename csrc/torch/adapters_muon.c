@@ -8,7 +8,7 @@ tx_status tx_adapt_muon_momentum(const tx_value *v, const tx_target *target, tx_
     GRADS,
     MOMENTUMS,
     SCALES,
-    WORKS,
+    UPDATES,
     STEPS,
     META,
     GRAD_SCALE,
@@ -21,14 +21,14 @@ tx_status tx_adapt_muon_momentum(const tx_value *v, const tx_target *target, tx_
   tx_muon_momentum_args args = TX_MUON_MOMENTUM_ARGS_INIT;
   TX_FORWARD(tx_values_paired(&v[GRADS], &v[MOMENTUMS], error));
   TX_FORWARD(tx_values_same_length_or_empty(&v[GRADS], &v[SCALES], error));
-  TX_FORWARD(tx_values_paired(&v[GRADS], &v[WORKS], error));
+  TX_FORWARD(tx_values_paired(&v[GRADS], &v[UPDATES], error));
   TX_FORWARD(tx_values_same_length(&v[GRADS], &v[STEPS], error));
   TX_FORWARD(tx_value_meta_rows(&v[GRADS], &v[META], &args.meta, error));
   args.n = v[GRADS].n;
   args.grads = v[GRADS].tensors;
   args.momentums = v[MOMENTUMS].tensors;
   args.scales = tx_value_or_null(&v[SCALES]);
-  args.works = v[WORKS].tensors;
+  args.updates = v[UPDATES].tensors;
   args.steps = v[STEPS].tensors;
   args.grad_scale = *v[GRAD_SCALE].tensors;
   args.clip_coef = *v[CLIP_COEF].tensors;

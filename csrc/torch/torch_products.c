@@ -102,9 +102,9 @@ static void orthogonalise(const tx_torch_abi *abi, const tx_parallel *pool, tx_m
   const tx_muon_made made = tx_muon_iterate(&w.iteration, make, &w);
   job->outcome = TX_MUON_REFUSED;
   if (made.stopped) return;
-  job->outcome = tx_muon_is_finite(square_of(&w, made.last)) ? TX_MUON_ORTHOGONAL : TX_MUON_NOT_FINITE;
+  job->outcome = tx_muon_is_finite(square_of(&w, made.last_square)) ? TX_MUON_ORTHOGONAL : TX_MUON_NOT_FINITE;
   const size_t elements = (size_t)(w.iteration.rows * w.iteration.columns);
-  if (made.found == TX_MUON_OTHER) memcpy(job->x, in->other, elements * (job->dtype == TX_BF16 ? 2 : 4));
+  if (made.result == TX_MUON_OTHER) memcpy(job->x, in->other, elements * (job->dtype == TX_BF16 ? 2 : 4));
 }
 
 typedef struct region {
@@ -120,7 +120,7 @@ static void orthogonalise_lane(void *arg, int64_t lane) {
   region *r = arg;
   if (lane >= r->n_workspaces) return;
   for (int64_t i; (i = __atomic_fetch_add(&r->next, 1, __ATOMIC_RELAXED)) < r->n;) {
-    if (r->jobs[i].alone) orthogonalise(r->abi, NULL, &r->jobs[i], &r->workspaces[lane]);
+    if (r->jobs[i].one_thread) orthogonalise(r->abi, NULL, &r->jobs[i], &r->workspaces[lane]);
   }
 }
 
@@ -150,12 +150,12 @@ tx_status tx_torch_orthogonalise_with(const tx_torch_abi *abi, const tx_parallel
   TX_FORWARD(check(jobs, n, workspaces, n_workspaces, error));
   int64_t in_lanes = 0;
   for (int64_t i = 0; i < n; i++)
-    in_lanes += jobs[i].alone != 0;
+    in_lanes += jobs[i].one_thread != 0;
   region r = {abi, jobs, n, workspaces, n_workspaces, 0};
   const int64_t lanes = n_workspaces < 2 ? 2 : n_workspaces; /* for a single task torch's pool opens no region */
   if (in_lanes > 0) pool->run(pool->ctx, lanes, orthogonalise_lane, &r);
   for (int64_t i = 0; i < n; i++) {
-    if (!jobs[i].alone) orthogonalise(abi, pool, &jobs[i], workspaces);
+    if (!jobs[i].one_thread) orthogonalise(abi, pool, &jobs[i], workspaces);
   }
   return TX_OK;
 }

@@ -130,13 +130,13 @@ inline void Renew(Call *call) {
 inline void Mark(Call *call) {
   struct Values {
     int64_t n;
-    tx_delta_written *those;
+    tx_delta_written *tensors;
   };
   auto *a = call->New<Values>();
   a->n = call->random.Below(4);
-  a->those = call->New<tx_delta_written>(a->n);
+  a->tensors = call->New<tx_delta_written>(a->n);
   for (int64_t i = 0; i < a->n; i++) {
-    tx_delta_written *one = &a->those[i];
+    tx_delta_written *one = &a->tensors[i];
     const int64_t numel = Numel(call->random);
     one->weights = call->Tensor(numel, call->random.OneIn(2) ? TX_BF16 : TX_F16);
     if (call->random.OneIn(2)) {
@@ -148,9 +148,9 @@ inline void Mark(Call *call) {
     for (tx_tensor *t : {&one->weights, &one->masters, &one->checksums, &one->moved})
       call->Of("[" + std::to_string(i) + "]", t);
   }
-  if (a->n) call->Needed("those", &a->those);
+  if (a->n) call->Needed("tensors", &a->tensors);
   call->Never<int64_t>("n is", &a->n, {-1});
-  call->run = [=](tx_error *error) { return tx_delta_mark(a->n, a->those, call->parallel, error); };
+  call->run = [=](tx_error *error) { return tx_delta_mark(a->n, a->tensors, call->parallel, error); };
 }
 
 inline void Encode(Call *call) {

@@ -217,7 +217,7 @@ inline void PlanOwners(Call *call) {
     int64_t n;
     const double *sizes;
     int64_t ranks;
-    void *room;
+    void *workspace;
     int32_t *owners;
     int64_t *fingerprint;
   };
@@ -226,16 +226,16 @@ inline void PlanOwners(Call *call) {
   auto *sizes = call->New<double>(n);
   for (int64_t i = 0; i < n; i++)
     sizes[i] = call->random.Below(1000) / 7.0;
-  char *room = call->Scratch(tx_plan_owners_bytes(n, ranks));
-  *a = {n, sizes, ranks, room, call->New<int32_t>(n), call->New<int64_t>()};
-  call->Needed("pieces", &a->sizes), call->Needed("room", &a->room), call->Needed("pieces", &a->owners);
+  char *workspace = call->Scratch(tx_plan_owners_bytes(n, ranks));
+  *a = {n, sizes, ranks, workspace, call->New<int32_t>(n), call->New<int64_t>()};
+  call->Needed("pieces", &a->sizes), call->Needed("workspace", &a->workspace), call->Needed("pieces", &a->owners);
   call->Absent("fingerprint", &a->fingerprint);
-  call->Must("room", "odd", [=] { a->room = room + 4; });
+  call->Must("workspace", "odd", [=] { a->workspace = workspace + 4; });
   call->Never<int64_t>("pieces", &a->n, {-1, std::numeric_limits<int64_t>::max()});
   call->Never<int64_t>("ranks", &a->ranks, {0, -1, std::numeric_limits<int64_t>::max()});
   call->Never<double>("sizes[0]", &sizes[0], {kNan, kInf, -1.0, -kTiny});
   call->run = [=](tx_error *error) {
-    return tx_plan_owners(a->n, a->sizes, a->ranks, a->room, a->owners, a->fingerprint, error);
+    return tx_plan_owners(a->n, a->sizes, a->ranks, a->workspace, a->owners, a->fingerprint, error);
   };
 }
 
@@ -267,8 +267,8 @@ inline void MuonExchangeInit(Call *call) {
   call->Never<int64_t>("matrices[0]", &matrices[0].begin, {-1});
   call->Never<int64_t>("matrices[0]", &matrices[0].rows, {0, -1, std::numeric_limits<int64_t>::max()});
   call->Never<int32_t>("matrices[0]", &matrices[0].owner, {-1, 2});
-  call->Never<int32_t>("matrices[0]", &matrices[0].travels, {TX_F16, 0, 99});
-  call->Never<int32_t>("matrices[0]", &matrices[0].products, {TX_F16, 0, 99});
+  call->Never<int32_t>("matrices[0]", &matrices[0].wire_dtype, {TX_F16, 0, 99});
+  call->Never<int32_t>("matrices[0]", &matrices[0].product_dtype, {TX_F16, 0, 99});
   call->Never<int64_t>("runs", &runs[0].begin, {-1, 65});
   call->run = [=](tx_error *error) {
     const tx_status status = tx_muon_exchange_init(a->memory, a->args, a->exchange, error);

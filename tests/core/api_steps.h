@@ -238,29 +238,29 @@ inline void MuonMomentum(Call *call) {
   auto *args = call->New<tx_muon_momentum_args>(1, TX_MUON_MOMENTUM_ARGS_INIT);
   const int64_t n = 1 + random.Below(3);
   auto *grads = call->New<tx_tensor>(n), *momentums = call->New<tx_tensor>(n), *scales = call->New<tx_tensor>(n),
-       *works = call->New<tx_tensor>(n), *steps = call->New<tx_tensor>(n);
+       *updates = call->New<tx_tensor>(n), *steps = call->New<tx_tensor>(n);
   auto *meta = call->New<tx_meta>(n);
   for (int64_t i = 0; i < n; i++) {
     const int64_t numel = Numel(random);
     grads[i] = call->Tensor(numel, random.Of(kPlain));
     momentums[i] = call->Tensor(numel, random.Of(kMoments));
     if (IsScaled(momentums[i].dtype)) scales[i] = call->Tensor(Blocks(numel), TX_U8);
-    works[i] = call->Tensor(numel, random.OneIn(2) ? TX_F32 : TX_BF16);
+    updates[i] = call->Tensor(numel, random.OneIn(2) ? TX_F32 : TX_BF16);
     steps[i] = call->F32(static_cast<float>(random.Below(9)));
-    call->Overlaps("works", &works[i], &grads[0]);
+    call->Overlaps("updates", &updates[i], &grads[0]);
     call->Never<int64_t>("meta", &meta[i].start, {-1});
   }
   call->OfList("grads", grads, n), call->OfList("momentums", momentums, n), call->OfList("scales", scales, n);
-  call->OfList("works", works, n), call->OfList("steps", steps, n);
+  call->OfList("updates", updates, n), call->OfList("steps", steps, n);
   args->n = n;
-  args->grads = grads, args->momentums = momentums, args->scales = scales, args->works = works, args->steps = steps;
+  args->grads = grads, args->momentums = momentums, args->scales = scales, args->updates = updates, args->steps = steps;
   args->meta = meta;
   args->seed = static_cast<uint64_t>(random.I64());
   args->nesterov = static_cast<int32_t>(random.Below(2));
   args->moment_rounding = static_cast<int32_t>(random.Below(3));
   call->Size("size", &args->size);
   call->Needed("grads", &args->grads), call->Needed("momentums", &args->momentums);
-  call->Needed("works", &args->works), call->Needed("steps", &args->steps);
+  call->Needed("updates", &args->updates), call->Needed("steps", &args->steps);
   call->Absent("scales", &args->scales), call->Absent("meta", &args->meta);
   call->Never<int64_t>("n", &args->n, {-1});
   call->Never<double>("momentum", &args->momentum, {kNan, kInf, 1.5, -kTiny});

@@ -71,7 +71,7 @@ bool Rank::Do(const Op &op) {
       check(tx_cycle_end(cycle_));
       break;
     case Op::kStep:
-      check(tx_cycle_check_step(cycle_, nullptr));
+      check(tx_cycle_check_step(cycle_, nullptr, nullptr));
       break;
     case Op::kGather: {
       gathers_.push_back(posted_);

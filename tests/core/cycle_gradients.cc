@@ -180,7 +180,7 @@ void Rank::CheckStep() {
   for (const Gradient &g : grads)
     own.push_back(g.there && spec.kind != TX_CYCLE_UNITS && spec.kind != TX_CYCLE_DDP_HOOK);
   Count(kCheckStep);
-  const bool refused = tx_cycle_check_step(cycle, own.data()) < 0;
+  const bool refused = tx_cycle_check_step(cycle, own.data(), nullptr) < 0;
   if (tx_cycle_failure(cycle)) CheckFailureReported(refused);
   world->coverage->refused_steps += refused;
   if (!refused) {

@@ -128,7 +128,7 @@ TEST(Cycle, ABackwardThatReduces) {
   EXPECT_EQ(machine.Drain(), " 5 6 6 7 8");
   EXPECT_EQ(tx_cycle_phase_of(machine.c), TX_PHASE_IDLE);
   EXPECT_EQ(tx_cycle_number(machine.c), 1);
-  EXPECT_EQ(tx_cycle_check_step(machine.c, nullptr), 0);
+  EXPECT_EQ(tx_cycle_check_step(machine.c, nullptr, nullptr), 0);
 }
 
 TEST(Cycle, SeveralGradientsAtOnce) {
@@ -176,13 +176,13 @@ TEST(Cycle, AGradientThatIsNotFiniteIsTheVerdictAndStepsAreRefusedUntilZeroGrad)
   EXPECT_EQ(machine.verdict,
             "gradients with NaN or Inf before communication (check_for_nan_in_grad): 'head' on rank 0. Nothing was "
             "stepped; call zero_grad() before going on.");
-  EXPECT_EQ(tx_cycle_check_step(machine.c, nullptr), -1);
+  EXPECT_EQ(tx_cycle_check_step(machine.c, nullptr, nullptr), -1);
   EXPECT_STREQ(tx_cycle_refusal(machine.c),
                "step() with gradients that have NaN or Inf ('head' and perhaps others), as backward said "
                "(check_for_nan_in_grad): call zero_grad() first");
   const int64_t both[] = {0, 1};
   tx_cycle_zero(machine.c, both, 2);
-  EXPECT_EQ(tx_cycle_check_step(machine.c, nullptr), 0);
+  EXPECT_EQ(tx_cycle_check_step(machine.c, nullptr, nullptr), 0);
 }
 
 TEST(Cycle, AnActionThatWasNotDoneIsHandedOutAgain) {
@@ -201,8 +201,10 @@ TEST(Cycle, AfterAFailureEveryBackwardAndStepIsRefusedWithItsText) {
   tx_cycle_fail(machine.c, "another text");
   EXPECT_EQ(tx_cycle_begin(machine.c, 1, 0), -1);
   EXPECT_STREQ(tx_cycle_refusal(machine.c), "gradients cannot be reduced any more: rank 3 was lost");
-  EXPECT_EQ(tx_cycle_check_step(machine.c, nullptr), -1);
+  EXPECT_EQ(tx_cycle_check_step(machine.c, nullptr, nullptr), -1);
   EXPECT_STREQ(tx_cycle_refusal(machine.c), "step() after an exchange that failed: rank 3 was lost");
+  EXPECT_EQ(tx_cycle_check_step(machine.c, nullptr, "clip_grad_norm_()"), -1);
+  EXPECT_STREQ(tx_cycle_refusal(machine.c), "clip_grad_norm_() after an exchange that failed: rank 3 was lost");
 }
 
 TEST(Cycle, AfterAFailureNothingMoreOfTheBackwardIsSent) {
@@ -395,11 +397,11 @@ const Named kAll[] = {
        const int64_t first = 0;
        return tx_cycle_zero(m.c, &first, 1), 0;
      }},
-    {"step", [](Machine &m) { return tx_cycle_check_step(m.c, nullptr); }},
+    {"step", [](Machine &m) { return tx_cycle_check_step(m.c, nullptr, nullptr); }},
     {"step with .grad",
      [](Machine &m) {
        const uint8_t both[] = {1, 1};
-       return tx_cycle_check_step(m.c, both);
+       return tx_cycle_check_step(m.c, both, nullptr);
      }},
     {"stepping", [](Machine &m) { return tx_cycle_stepping(m.c), 0; }},
     {"gathering", [](Machine &m) { return tx_cycle_gathering(m.c), 0; }},

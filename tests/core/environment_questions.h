@@ -159,7 +159,7 @@ inline void Muon(Answer *answer) {
   first.n = 1;
   first.grads = &grad;
   first.momentums = &m;
-  first.works = &u;
+  first.updates = &u;
   first.steps = &count;
   first.grad_scale = Tensor(&divisor, TX_F32);
   tx_error error = {};
@@ -528,7 +528,7 @@ inline void TinyMuon(Answer *answer) {
     first.n = 1;
     first.grads = &g;
     first.momentums = &momentum;
-    first.works = &work;
+    first.updates = &work;
     first.steps = &count;
     first.momentum = kTinies[i];
     answer->Status(tx_muon_momentum(&first, nullptr, &error), error);

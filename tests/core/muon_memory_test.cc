@@ -33,8 +33,8 @@ struct Matrices {
     question.args.matrices = matrices.data();
     question.args.threads = threads;
     if (start_of_last != -1) question.places[1].start = start_of_last;
-    room.resize(static_cast<size_t>(tx_memory_room_bytes(&question.args) / 8));
-    question.args.room = room.data();
+    room.resize(static_cast<size_t>(tx_memory_workspace_bytes(&question.args) / 8));
+    question.args.workspace = room.data();
     return tx_memory_plan(&question.args, memory, error);
   }
 };
@@ -77,7 +77,7 @@ TEST(MemoryOfMatrices, PartByPart) {
 TEST(MemoryOfMatrices, OfLanes) {
   Matrices m;
   for (tx_muon_matrix &one : m.matrices)
-    one.products = TX_BF16;
+    one.product_dtype = TX_BF16;
   m.matrices[2].begin = 192;  // starts at a cache line
   m.matrices[1].columns = m.matrices[2].columns = 48;
   tx_memory memory;
@@ -110,7 +110,7 @@ TEST(MemoryOfMatrices, IllegalOnes) {
   };
   EXPECT_NE(refused([](auto &m) { m[1].param = 2; }).find("matrices[1]"), std::string::npos);
   EXPECT_NE(refused([](auto &m) { m[0].rows = 7; }).find("7 x 100"), std::string::npos);
-  EXPECT_NE(refused([](auto &m) { m[2].travels = TX_U8; }).find("fp32 or bf16"), std::string::npos);
+  EXPECT_NE(refused([](auto &m) { m[2].wire_dtype = TX_U8; }).find("fp32 or bf16"), std::string::npos);
   EXPECT_NE(refused([](auto &m) { m[0].owner = 2; }).find("of rank 2"), std::string::npos);
   EXPECT_NE(refused([](auto &m) { m[0].columns = INT64_MAX; }).find("matrices[0]"), std::string::npos);
   Matrices m;
@@ -122,7 +122,7 @@ TEST(MemoryOfMatrices, IllegalOnes) {
   question.args.matrices = m.matrices.data();
   tx_error error;
   EXPECT_EQ(tx_memory_plan(&question.args, &memory, &error), TX_ERROR_INVALID_ARGUMENT);
-  EXPECT_NE(std::string(error.message).find("room"), std::string::npos) << error.message;
+  EXPECT_NE(std::string(error.message).find("workspace"), std::string::npos) << error.message;
 }
 
 // Places other than those of tx_layout_plan are rejected, because they determine how a matrix is sharded.

@@ -297,9 +297,9 @@ TEST(Owners, FingerprintTellsPlansApart) {
   EXPECT_EQ(tx_plan_owners_bytes(INT64_MAX, 2), 0);
   int64_t room[32];
   ExpectRefused(tx_plan_owners(4, sizes.data(), 2, nullptr, owners.data(), nullptr, &error), TX_ERROR_INVALID_ARGUMENT,
-                error, "room");
+                error, "workspace");
   ExpectRefused(tx_plan_owners(4, sizes.data(), 2, reinterpret_cast<char *>(room) + 4, owners.data(), nullptr, &error),
-                TX_ERROR_INVALID_ARGUMENT, error, "room");
+                TX_ERROR_INVALID_ARGUMENT, error, "workspace");
 }
 
 TEST(Decisions, LearningRateOfAShape) {

@@ -120,8 +120,8 @@ TEST(MuonExchange, IllegalArguments) {
   EXPECT_TRUE(with_matrix([](auto *m) { m[1].owner = 2; }));
   EXPECT_TRUE(with_matrix([](auto *m) { m[1].begin = 5; }));
   EXPECT_TRUE(with_matrix([](auto *m) { m[1].param = 1; }));
-  EXPECT_TRUE(with_matrix([](auto *m) { m[1].travels = TX_F32; }));
-  EXPECT_TRUE(with_matrix([](auto *m) { m[0].travels = TX_U8; }));
+  EXPECT_TRUE(with_matrix([](auto *m) { m[1].wire_dtype = TX_F32; }));
+  EXPECT_TRUE(with_matrix([](auto *m) { m[0].wire_dtype = TX_U8; }));
   EXPECT_TRUE(with_matrix([](auto *m) { m[0].rows = 0; }));
   EXPECT_TRUE(with_matrix([](auto *m) { m[0].rows = INT64_MAX / 2; }));
   EXPECT_NE(std::string(error.message).find("matrices[0]"), std::string::npos) << error.message;

@@ -581,14 +581,14 @@ TEST(Delta, BlocksThatAreNotTheirMastersAreMarked) {
         blocks++;
       }
       tx_error error;
-      tx_delta_written those[2] = {};
-      those[1].weights = {weights.data(), n, dtype, 0};
-      those[1].masters = {masters.data(), n, TX_F32, 0};
-      those[1].moved = {moved.data(), static_cast<int64_t>(moved.size()), TX_BF16, 0};
-      those[0].weights.dtype = dtype;
-      ASSERT_EQ(tx_delta_mark(2, those, t % 4 ? nullptr : threads.parallel(), &error), TX_OK) << error.message;
+      tx_delta_written tensors[2] = {};
+      tensors[1].weights = {weights.data(), n, dtype, 0};
+      tensors[1].masters = {masters.data(), n, TX_F32, 0};
+      tensors[1].moved = {moved.data(), static_cast<int64_t>(moved.size()), TX_BF16, 0};
+      tensors[0].weights.dtype = dtype;
+      ASSERT_EQ(tx_delta_mark(2, tensors, t % 4 ? nullptr : threads.parallel(), &error), TX_OK) << error.message;
       ASSERT_EQ(moved, wanted) << t;
-      ASSERT_EQ(those[1].marked, blocks) << t;
+      ASSERT_EQ(tensors[1].marked, blocks) << t;
     }
   }
   ASSERT_EQ(tx_isa_select(nullptr, nullptr), TX_OK);
@@ -600,8 +600,8 @@ TEST(Delta, MarkKnowsWritesByChecksums) {
   for (int32_t t = 0; t < 60; t++) {
     std::vector<std::vector<uint16_t>> weights, moved, wanted;
     std::vector<std::vector<uint64_t>> sums;
-    std::vector<tx_delta_written> those(gen() % 5);
-    for (tx_delta_written &one : those) {
+    std::vector<tx_delta_written> tensors(gen() % 5);
+    for (tx_delta_written &one : tensors) {
       const int64_t n = t % 10 ? static_cast<int64_t>(gen() % 5000) : 200000;
       std::vector<uint16_t> &w = weights.emplace_back(static_cast<size_t>(n));
       for (uint16_t &value : w)
@@ -625,13 +625,13 @@ TEST(Delta, MarkKnowsWritesByChecksums) {
       one.moved = {moved.back().data(), static_cast<int64_t>(moved.back().size()), TX_BF16, 0};
     }
     tx_error error;
-    ASSERT_EQ(
-        tx_delta_mark(static_cast<int64_t>(those.size()), those.data(), t % 2 ? nullptr : threads.parallel(), &error),
-        TX_OK)
+    ASSERT_EQ(tx_delta_mark(static_cast<int64_t>(tensors.size()), tensors.data(), t % 2 ? nullptr : threads.parallel(),
+                            &error),
+              TX_OK)
         << error.message;
     ASSERT_EQ(moved, wanted) << t;
-    for (size_t i = 0; i < those.size(); i++)
-      EXPECT_EQ(those[i].marked, std::count(wanted[i].begin(), wanted[i].end(), 0x7f80)) << t;
+    for (size_t i = 0; i < tensors.size(); i++)
+      EXPECT_EQ(tensors[i].marked, std::count(wanted[i].begin(), wanted[i].end(), 0x7f80)) << t;
   }
 }
 
@@ -643,16 +643,16 @@ TEST(Delta, MarkRefusesWhatItCannotCompare) {
   const tx_tensor w = {weights, 300, TX_BF16, 0}, m = {masters, 300, TX_F32, 0}, b = {moved, 3, TX_BF16, 0};
   const tx_tensor c = {sums, 1, TX_I64, 0}, none = {nullptr, 0, TX_NONE, 0};
   const auto mark = [&](tx_tensor x, tx_tensor y, tx_tensor z, tx_tensor sum) {
-    tx_delta_written those[] = {{w, none, c, b, 0, 0}, {x, y, sum, z, 0, 0}};
-    return tx_delta_mark(2, those, nullptr, &error);
+    tx_delta_written tensors[] = {{w, none, c, b, 0, 0}, {x, y, sum, z, 0, 0}};
+    return tx_delta_mark(2, tensors, nullptr, &error);
   };
   EXPECT_EQ(mark(m, m, b, none), TX_ERROR_DTYPE);
-  EXPECT_NE(std::string(error.message).find("those[1]: weights are fp32; bf16 and fp16"), std::string::npos)
+  EXPECT_NE(std::string(error.message).find("tensors[1]: weights are fp32; bf16 and fp16"), std::string::npos)
       << error.message;
   EXPECT_EQ(mark(w, {masters, 299, TX_F32, 0}, b, none), TX_ERROR_SHAPE);
   EXPECT_EQ(mark(w, m, {moved, 2, TX_BF16, 0}, none), TX_ERROR_SHAPE);
   EXPECT_EQ(mark(w, none, b, {sums, 2, TX_I64, 0}), TX_ERROR_SHAPE);
-  EXPECT_NE(std::string(error.message).find("those[1]: checksums has 2"), std::string::npos) << error.message;
+  EXPECT_NE(std::string(error.message).find("tensors[1]: checksums has 2"), std::string::npos) << error.message;
   EXPECT_EQ(mark(w, w, b, none), TX_ERROR_DTYPE);
   EXPECT_EQ(mark(w, m, {weights + 7, 3, TX_BF16, 0}, none), TX_ERROR_OVERLAP);
   EXPECT_EQ(mark(w, m, b, c), TX_ERROR_INVALID_ARGUMENT);

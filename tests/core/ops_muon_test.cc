@@ -111,7 +111,7 @@ int64_t EndOf(const std::vector<tx_muon_part> &parts, size_t part) {
 
 // A call of tx_muon_momentum, and all its tensors.
 struct Momentum {
-  List grads, momentums, scales, works, steps;
+  List grads, momentums, scales, updates, steps;
   tx_muon_momentum_args args = TX_MUON_MOMENTUM_ARGS_INIT;
 
   Momentum(tx_dtype grad, tx_dtype momentum, tx_dtype work) {
@@ -119,14 +119,14 @@ struct Momentum {
       grads.Add(grad, numel);
       momentums.Add(momentum, numel);
       scales.Add(TX_U8, momentum == TX_U8 || momentum == TX_F16 ? (numel + TX_BLOCK - 1) / TX_BLOCK : 0);
-      works.Add(work, numel);
+      updates.Add(work, numel);
       steps.Add(TX_F32, 1);
     }
     grads.Fill(1, 1e-2);
   }
   // Adds another tensor, so large that the call's results do not fit into the caches.
   void AddMore() {
-    for (List *list : {&grads, &momentums, &works})
+    for (List *list : {&grads, &momentums, &updates})
       list->Add(list->tensors[0].dtype, TX_STEP_CACHED);
     scales.Add(TX_U8, scales.tensors[1].numel ? TX_STEP_CACHED / TX_BLOCK : 0);
     steps.Add(TX_F32, 1);
@@ -136,7 +136,7 @@ struct Momentum {
     args.grads = grads.Tensors();
     args.momentums = momentums.Tensors();
     args.scales = scales.Tensors();
-    args.works = works.Tensors();
+    args.updates = updates.Tensors();
     args.steps = steps.Tensors();
     return &args;
   }
@@ -149,7 +149,7 @@ struct Momentum {
         steps.Put(i, 0, step);
       Args();
       call([&](const tx_parallel *parallel, tx_error *error) { return tx_muon_momentum(&args, parallel, error); });
-      for (const List *list : {&momentums, &scales, &works})
+      for (const List *list : {&momentums, &scales, &updates})
         list->AppendTo(&found);
     }
     return found;
@@ -217,7 +217,7 @@ TEST(Momentum, FollowsTheFloat64Oracle) {
             double &most = largest[t][static_cast<size_t>(i)];
             most = std::max(most, std::fabs(g));
             ASSERT_LE(std::fabs(m.momentums.At(t, i) - average), most * std::ldexp(4.0, -23));
-            ASSERT_LE(std::fabs(m.works.At(t, i) - u), most * std::ldexp(6.0, -23));
+            ASSERT_LE(std::fabs(m.updates.At(t, i) - u), most * std::ldexp(6.0, -23));
           }
         }
       }
@@ -264,7 +264,7 @@ TEST(Momentum, NoFiniteGradientMakesAStateNonFinite) {
       ASSERT_EQ(tx_muon_momentum(m.Args(), nullptr, nullptr), TX_OK);
       for (size_t t = 0; t < std::size(kNumels); t++)
         for (int64_t i = 0; i < kNumels[t]; i++)
-          ASSERT_TRUE(std::isfinite(m.works.At(t, i)));
+          ASSERT_TRUE(std::isfinite(m.updates.At(t, i)));
     }
   }
 }
@@ -280,9 +280,9 @@ TEST(Momentum, NonFiniteGradientsAreNonFiniteResultsAndOthersAreTheirs) {
       for (size_t t = 0; t < std::size(kNumels); t++) {
         for (int64_t i = 0; i < kNumels[t]; i++) {
           if (t == 2 && i == at) {
-            ASSERT_FALSE(std::isfinite(m.works.At(t, i)) || std::isfinite(m.momentums.At(t, i)));
+            ASSERT_FALSE(std::isfinite(m.updates.At(t, i)) || std::isfinite(m.momentums.At(t, i)));
           } else {
-            ASSERT_EQ(m.works.At(t, i), plain.works.At(t, i));
+            ASSERT_EQ(m.updates.At(t, i), plain.updates.At(t, i));
             ASSERT_EQ(m.momentums.At(t, i), plain.momentums.At(t, i));
           }
         }
@@ -303,7 +303,7 @@ TEST(Momentum, LargeStatesStayWhatTheyAre) {
   ASSERT_EQ(tx_muon_momentum(narrow.Args(), nullptr, nullptr), TX_OK);
   for (int64_t i = 0; i < 5000; i++) {
     ASSERT_TRUE(std::isfinite(narrow.momentums.At(2, i)));
-    ASSERT_EQ(narrow.works.At(2, i), wide.works.At(2, i)) << i;
+    ASSERT_EQ(narrow.updates.At(2, i), wide.updates.At(2, i)) << i;
   }
 }
 
@@ -642,7 +642,7 @@ TEST(Refused, NumbersAndDtypes) {
   ExpectRefused(tx_muon_momentum(nullptr, nullptr, &error), TX_ERROR_INVALID_ARGUMENT, error, "args.size");
   ExpectRefused(tx_muon_update(nullptr, nullptr, &error), TX_ERROR_INVALID_ARGUMENT, error, "args.size");
   Momentum half(TX_F32, TX_F32, TX_F16);
-  ExpectRefused(tx_muon_momentum(half.Args(), nullptr, &error), TX_ERROR_DTYPE, error, "works[0]");
+  ExpectRefused(tx_muon_momentum(half.Args(), nullptr, &error), TX_ERROR_DTYPE, error, "updates[0]");
   Update beside(TX_BF16, TX_F32, TX_F32);
   beside.params.tensors[1].dtype = TX_F32;
   beside.params.memory[1].resize(4 * 130 + 8);

@@ -170,7 +170,7 @@ tx_status MuonMomentum(Model &model, Attempt &attempt) {
   args.grads = grads;
   args.momentums = momentums;
   args.scales = scales;
-  args.works = works;
+  args.updates = works;
   args.steps = steps;
   return attempt([&](const tx_parallel *parallel) { return tx_muon_momentum(&args, parallel, nullptr); });
 }

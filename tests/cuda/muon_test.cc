@@ -6,7 +6,7 @@ namespace {
 // -- momentum ---------------------------------------------------------------------------------------------------------
 
 struct Momentum {
-  std::vector<Array> grads, momentums, scales, works, steps;
+  std::vector<Array> grads, momentums, scales, updates, steps;
   Array grad_scale{TX_F32, {8.0f}}, clip_coef{TX_F32, {0.7f}};
   std::vector<tx_tensor> lists[5];
   std::vector<tx_meta> meta;
@@ -18,20 +18,20 @@ struct Momentum {
       grads.emplace_back(grad, n, misalign).Fill(static_cast<uint32_t>(n) + 1, 1e-2f);
       momentums.emplace_back(momentum, n, misalign);
       scales.emplace_back(TX_U8, scaled ? tx_blocks(n) : 0, misalign);
-      works.emplace_back(work, n, misalign);
+      updates.emplace_back(work, n, misalign);
       steps.push_back(Array(TX_F32, {static_cast<float>(n % 7)}));
       meta.push_back({n + 17, 128 * (n % 5), 0});
     }
   }
   const tx_muon_momentum_args *Args() {
-    std::vector<Array> *const arrays[] = {&grads, &momentums, &scales, &works, &steps};
+    std::vector<Array> *const arrays[] = {&grads, &momentums, &scales, &updates, &steps};
     for (size_t i = 0; i < std::size(arrays); i++)
       lists[i] = Tensors(*arrays[i]);
     args.n = static_cast<int64_t>(kSizes.size());
     args.grads = lists[0].data();
     args.momentums = lists[1].data();
     args.scales = lists[2].data();
-    args.works = lists[3].data();
+    args.updates = lists[3].data();
     args.steps = lists[4].data();
     args.meta = meta.data();
     args.grad_scale = grad_scale.tensor();
@@ -65,7 +65,7 @@ TEST_P(EveryMomentum, EqualsTheCpuBitForBit) {
           EXPECT_OK([&](tx_error *e) { return tx_muon_momentum(theirs.Args(), nullptr, e); });
           ExpectSameBytes(ours.momentums, theirs.momentums);
           ExpectSameBytes(ours.scales, theirs.scales);
-          ExpectSameBytes(ours.works, theirs.works);
+          ExpectSameBytes(ours.updates, theirs.updates);
           ExpectSameBytes(ours.steps, theirs.steps);
           if (HasFailure()) return;
         }
@@ -130,7 +130,7 @@ TEST(Muon, RefusesWhatTheCpuRefuses) {
   Momentum m(TX_F32, TX_BF16, TX_F32, 0);
   m.args.momentum = 2.0;
   ExpectRefusedAlike([&](tx_error *e) { return tx_cuda_muon_momentum(m.Args(), Call(), e); },
-                     [&](tx_error *e) { return tx_muon_momentum(m.Args(), nullptr, e); }, {&m.works[5]});
+                     [&](tx_error *e) { return tx_muon_momentum(m.Args(), nullptr, e); }, {&m.updates[5]});
   Update u({TX_BF16, TX_F32}, TX_F32, 0);
   u.parts[0].begin = 1;
   ExpectRefusedAlike([&](tx_error *e) { return tx_cuda_muon_update(u.Args(), &u.call, e); },

@@ -215,7 +215,7 @@ CASES: list[tuple[str, Callable[[int], Any]]] = [
     ),
     ("a second backward before step()", accumulation_where_an_optimizer_steps_in_backward),
     *(
-        ("step() with gradients that no rank has reduced", a_step_after_no_sync(strategy))
+        ("with gradients that no rank has reduced", a_step_after_no_sync(strategy))
         for strategy in ("no_shard", "optim")
     ),
     ("its process group was destroyed", a_group_that_was_destroyed),
@@ -248,6 +248,48 @@ def _message_of_case(rank: int, world: int, case: int) -> str:
     except (RuntimeError, ValueError, TypeError) as error:
         return str(error)
     return "nothing was raised"
+
+
+CALLS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    # the words with which the message begins: what the user calls with a model, its optimizer and its loss scale
+    "step()": lambda trained, optimizer, scaler: optimizer.step(),
+    "step() of a scaler": lambda trained, optimizer, scaler: scaler.step(optimizer),
+    "unscale_()": lambda trained, optimizer, scaler: scaler.unscale_(optimizer),
+    "clip_grad_norm_()": lambda trained, optimizer, scaler: torch_ext.clip_grad_norm_(optimizer, 1.0),
+    "clip_grad_norm_() of parameters": lambda trained, optimizer, scaler: torch_ext.clip_grad_norm_(
+        trained.parameters(), 1.0
+    ),
+    "clip_grad_norm_() of torch": lambda trained, optimizer, scaler: nn.utils.clip_grad_norm_(
+        trained.parameters(), 1.0
+    ),
+    "clip_grad_value_()": lambda trained, optimizer, scaler: nn.utils.clip_grad_value_(trained.parameters(), 1.0),
+}
+
+
+def _messages_of_calls(rank: int, world: int, fused: bool) -> dict[str, str]:
+    """Returns what each call of CALLS raises after a backward under no_sync()."""
+    trained = model(torch.float16)
+    policy = torch_ext.load_policy(trained)
+    torch_ext.parallelize(trained, policy, strategy="optim")
+    optimizer = torch_ext.AdamW(trained.parameters(), policy=policy, fused=fused)
+    scaler = policy.grad_scaler()
+    parallel: Any = trained
+    with parallel.no_sync():
+        scaler.scale(trained(torch.ones(2, 16).half()).float().square().mean()).backward()
+    messages = {}
+    for name, call in CALLS.items():
+        with pytest.raises(RuntimeError) as error:
+            call(trained, optimizer, scaler)
+        messages[name] = str(error.value)
+    return messages
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_message_names_the_call_that_was_made_with_unreduced_gradients(fused: bool) -> None:
+    for messages in ranks.run(2, _messages_of_calls, fused):
+        for name, message in messages.items():
+            begins = f"{name.split(' of ')[0]} with gradients that no rank has reduced (parameter '"
+            assert message.startswith(begins), (name, message)
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{i}-{part[:50]}" for i, (part, _) in enumerate(CASES)])

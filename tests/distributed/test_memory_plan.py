@@ -85,6 +85,35 @@ def test_the_plan_is_what_is_allocated(strategy: str) -> None:
             assert plan.total == pytest.approx(allocated[name], rel=0.01), name
 
 
+STATES = ["fp32", "bf16", "bf16_remainder", "8bit"]
+
+
+def _state_bytes(rank: int, world: int, strategy: str) -> dict[str, int]:
+    """Returns the bytes of optimizer state for each word of `states=`, as state_bytes() counts them, without the
+    checksums, which the plan leaves out."""
+    found = {}
+    for states in STATES:
+        chosen = torch_ext.load_policy(BF16, override_optimizer_config={"states": states})
+        model: Any = torch_ext.parallelize(Given(SHAPES, BF16), chosen, strategy=strategy)
+        optimizer = torch_ext.AdamW(model.parameters(), policy=chosen)
+        optimizer.state_dict()  # creates the states
+        counted = optimizer.state_bytes()
+        found[states] = sum(counted.values()) - counted["checksum"]
+    return found
+
+
+@pytest.mark.parametrize("strategy", strategy_names())
+def test_the_planned_states_are_those_that_state_bytes_counts(strategy: str) -> None:
+    shapes = {f"p{i}": torch.empty(shape, dtype=BF16) for i, shape in enumerate(SHAPES)}
+    answers = ranks.run(WORLD, _state_bytes, strategy)
+    for states in STATES:
+        chosen = torch_ext.load_policy(BF16, override_optimizer_config={"states": states})
+        (plan,) = plan_memory(shapes, chosen, WORLD, [strategy])
+        planned = plan.masters + plan.moments + plan.scales + plan.steps
+        mean = sum(answer[states] for answer in answers) / WORLD
+        assert mean == planned if strategy == "no_shard" else mean == pytest.approx(planned, rel=0.01), states
+
+
 EXTRAS: list[dict[str, Any]] = [
     {"ema_dtype": BF16, "publisher": True},
     {"ema_dtype": "24bit", "publisher": True, "exact": True},

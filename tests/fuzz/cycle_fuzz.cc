@@ -114,7 +114,7 @@ void Machine::Event() {
       if (input->Odd(4)) tx_cycle_fail(cycle, input->Odd(2) ? nullptr : "the wire broke");
       break;
     case 10:
-      Answered(tx_cycle_check_step(cycle, input->Odd(2) ? flags.data() : nullptr));
+      Answered(tx_cycle_check_step(cycle, input->Odd(2) ? flags.data() : nullptr, nullptr));
       break;
     case 11:
       tx_cycle_stepping(cycle);

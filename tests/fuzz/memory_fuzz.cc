@@ -39,29 +39,29 @@ struct Matrices {
       const tx_layout_param &param = args->layout->params[p];
       if (!input->Odd(2) || !param.shape || param.tied != -1) continue;
       const int64_t n = input->Odd(3) && param.numel % 2 == 0 ? 2 : 1, rows = param.numel / n;
-      const int32_t travels = input->Of(kDtypes), products = input->Of(kDtypes);
+      const int32_t wire_dtype = input->Of(kDtypes), product_dtype = input->Of(kDtypes);
       for (int64_t i = 0; i < n; i++) {
         const auto owner = static_cast<int32_t>(
             input->Below(static_cast<uint32_t>(args->layout->world < 99 ? args->layout->world : 99)));
-        all.push_back({p, i * rows, rows, 1, owner, travels, products, 0});
+        all.push_back({p, i * rows, rows, 1, owner, wire_dtype, product_dtype, 0});
       }
     }
     if (all.empty() || args->layout->world > 64) return; /* every rank's step is computed */
     if (input->Odd(16)) {
       tx_muon_matrix &m = all[input->Below(static_cast<uint32_t>(all.size()))];
       int64_t *const kNumbers[] = {&m.param, &m.begin, &m.rows, &m.columns};
-      int32_t *const kCodes[] = {&m.owner, &m.travels, &m.products};
+      int32_t *const kCodes[] = {&m.owner, &m.wire_dtype, &m.product_dtype};
       if (input->Odd(2)) *input->Of(kNumbers) = input->I64();
       if (input->Odd(2)) *input->Of(kCodes) = input->I32();
     }
     args->threads = input->Odd(16) ? input->I64() : 1 + input->Below(5);
     args->n_matrices = input->Odd(32) ? input->I64() : static_cast<int64_t>(all.size());
     args->matrices = all.data();
-    const int64_t bytes = tx_memory_room_bytes(args);
+    const int64_t bytes = tx_memory_workspace_bytes(args);
     CHECK(bytes >= 0 && bytes % 8 == 0);
     if (args->n_matrices > static_cast<int64_t>(all.size()) || bytes > 1 << 20) args->n_matrices = 0;
     room.resize(args->n_matrices > 0 ? static_cast<size_t>(bytes / 8) : 0);
-    args->room = room.data();
+    args->workspace = room.data();
   }
 };
 

@@ -66,7 +66,7 @@ struct Muon {
     momentum.grads = grads.data();
     momentum.momentums = momentums.data();
     momentum.scales = scales.data();
-    momentum.works = works.data();
+    momentum.updates = works.data();
     momentum.steps = update.steps = steps.data();
     momentum.meta = update.meta = meta.data();
     update.params = params.data();

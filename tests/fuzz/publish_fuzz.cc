@@ -105,15 +105,15 @@ class Publisher {
     const float x = 0.25f * static_cast<float>(1 + input->Byte());
     float &master = masters_[p][static_cast<size_t>(i)];
     Set(weights_[p].data(), i, p, Rounded(x, kDtypes[p]));
-    tx_delta_written those[2] = {};
+    tx_delta_written tensors[2] = {};
     for (size_t k = 0; k < 2; k++) {
-      those[k].weights = {weights_[k].data(), kNumel[k], kDtypes[k], 0};
-      those[k].masters = {masters_[k].data(), kNumel[k], TX_F32, 0};
-      those[k].moved = {moved_[k].data(), static_cast<int64_t>(moved_[k].size()), TX_BF16, 0};
+      tensors[k].weights = {weights_[k].data(), kNumel[k], kDtypes[k], 0};
+      tensors[k].masters = {masters_[k].data(), kNumel[k], TX_F32, 0};
+      tensors[k].moved = {moved_[k].data(), static_cast<int64_t>(moved_[k].size()), TX_BF16, 0};
     }
     const bool differs = Rounded(master, kDtypes[p]) != Rounded(x, kDtypes[p]);
-    CHECK(tx_delta_mark(2, those, nullptr, nullptr) == TX_OK);
-    CHECK((those[p].marked != 0) == differs && those[1 - p].marked == 0);
+    CHECK(tx_delta_mark(2, tensors, nullptr, nullptr) == TX_OK);
+    CHECK((tensors[p].marked != 0) == differs && tensors[1 - p].marked == 0);
     master = MasterOf(Get(weights_[p].data(), i, p), kDtypes[p]);
     changed_[p][static_cast<size_t>(i / 8)] |= static_cast<uint8_t>(differs << i % 8);
     Distance(p, i);

@@ -101,8 +101,8 @@ MUTANTS = {
         "      c->may_reorder = 0;\n      break;", "      break;", "cycle_actions.c"
     ),
     "a step is legal after a failure for good": mutant(
-        'if (tx_cycle_has_failed(c)) return tx_cycle_refuse(c, "step() after',
-        'if (0) return tx_cycle_refuse(c, "step() after',
+        'if (tx_cycle_has_failed(c)) return tx_cycle_refuse(c, "%s after',
+        'if (0) return tx_cycle_refuse(c, "%s after',
         "cycle_step.c",
     ),
     "buckets are sent before the ranks agree on their order": mutant(

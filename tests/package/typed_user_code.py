@@ -74,6 +74,7 @@ def checkpoints(model: nn.Module, optimizer: AdamW) -> dict[str, Any]:
     torch_ext.save({"model": model.state_dict(), "optimizer": state}, "checkpoint")
     found: dict[str, Any] = torch_ext.load("checkpoint")
     changed: int = optimizer.resync_masters(found["model"], force=False) + optimizer.external_writes()
+    assert_type(optimizer.state_bytes(), dict[str, int])
     with optimizer.master_weights() as masters:
         for name, master in masters.items():
             print(name, master.float().mean(), changed, optimizer.skipped_steps())

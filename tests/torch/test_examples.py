@@ -44,7 +44,7 @@ def torchrun(strategy: str, steps: int, *more: str) -> tuple[int, float, float, 
     text = run(sys.executable, *launcher, "examples/07_torchrun.py", *arguments, **one_machine)
     found = re.fullmatch(
         rf"{strategy}, steps (\d+) to {steps}: held-out loss (\S+) -> (\S+)\n"
-        r"bytes: [1-9]\d+ of optimizer state, [1-9]\d+ sent by the last backward and step\n"
+        r"bytes: [1-9]\d+ of optimizer state, [1-9]\d+ sent in the last step\n"
         r"checksum of the weights: (\w{8})\n",
         text,
     )

@@ -61,13 +61,16 @@ class GradScaler(torch.amp.GradScaler):
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divides the gradients by the scale, once per optimizer and update; see the class about fp16 gradients."""
-        if not self.is_enabled():
-            return
+        if self.is_enabled():
+            self._unscale(optimizer, "unscale_()")
+
+    def _unscale(self, optimizer: torch.optim.Optimizer, call: str) -> None:
+        """call: the user's call, for messages."""
         visit = self._visits.get(id(optimizer))
         if visit is not None:
             done = "step() was" if visit.stepped else "unscale_() was already"
             raise RuntimeError(f"{done} called for this optimizer since the last update()")
-        grads = grads_of(optimizer)
+        grads = grads_of(optimizer, call)
         scale = self._current_scale(grads)
         refuse_underflow(optimizer, grads)
         visit = self._visits[id(optimizer)] = Visit(optimizer, self._found_inf(grads))
@@ -85,12 +88,12 @@ class GradScaler(torch.amp.GradScaler):
         if visit is not None and visit.stepped:
             raise RuntimeError("step() was already called for this optimizer since the last update()")
         if unscales_in_step(optimizer):
-            grads = grads_of(optimizer)
+            grads = grads_of(optimizer, "step()")
             scale = self._current_scale(grads)
             visit = visit or self._visits.setdefault(id(optimizer), Visit(optimizer, self._found_inf(grads)))
             visit.prepare(scale)
         elif visit is None:
-            self.unscale_(optimizer)
+            self._unscale(optimizer, "step()")
             visit = self._visits[id(optimizer)]
         return visit.step(*args, **kwargs)
 

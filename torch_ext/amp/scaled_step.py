@@ -58,6 +58,9 @@ class Visit:
         """Counts a skipped step, and marks the optimizer as if its step had been called."""
         if isinstance(self._optimizer, Adam):
             self._optimizer._states.counts[0, 0] += 1
+        for listener in reducer_registry.step_listeners(param_groups.all_params(self._optimizer.param_groups)):
+            if (reducer := listener()) is not None:
+                reducer.step_called()
         # LR schedulers warn where this is not set, as if they had been called before the optimizer.
         self._optimizer._opt_called = True
 
@@ -67,11 +70,12 @@ class Visit:
             self._optimizer.__dict__.pop(name, None)
 
 
-def grads_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Returns the gradients that this rank's step reads."""
+def grads_of(optimizer: torch.optim.Optimizer, call: str) -> list[Tensor]:
+    """Returns the gradients that this rank's step reads. Raises RuntimeError if they must not be read; call: the user's
+    call, with which the message begins."""
     all_params = param_groups.all_params(optimizer.param_groups)
     for owner in reducer_registry.owners_of(all_params):
-        owner.before_step()
+        owner.before_step(call)
     if isinstance(optimizer, Adam):
         return optimizer._present_grads()
     return [local_shard.tensor_of(p.grad) for p in all_params if p.grad is not None]

@@ -101,7 +101,7 @@ class Adam(MeasuringOptimizer):
             with torch.enable_grad():
                 loss = closure()
             for owner in reducer_registry.owners_of(self._states.all_params()):
-                owner.before_step()
+                owner.before_step("step()")
         self._before_master_change("step()")
         with torch.no_grad():
             self._stepper.step(released=release is not None and release.stepped)

@@ -69,7 +69,7 @@ def _measured(params: Sequence[Tensor], max_norm: float) -> tuple[Clipping, list
     from torch_ext.params import local_shard, reducer_registry, shard_map
 
     for owner in reducer_registry.owners_of(params):
-        owner.before_step()
+        owner.before_step("clip_grad_norm_()")
     found = shard_map.ShardMap(params)
     grads = found.grads()
     present = [grad is not None for grad in grads]

@@ -88,7 +88,7 @@ class GradScaling:
             self.refuse_clipping()
         all_params = self._states.all_params()
         for owner in reducer_registry.owners_of(all_params):
-            owner.before_step()
+            owner.before_step("clip_grad_norm_()")
         shards = self._states.current_shards(all_params)
         found = shards.grads()
         grads = [g for g in found if g is not None]

@@ -11,7 +11,7 @@ from torch_ext.optim.optimizer_states import OptimizerStates
 from torch_ext.optim.state import load, save
 from torch_ext.optim.state.averaging import NO_AVERAGING, Averaging
 from torch_ext.optim.stepper import Stepper
-from torch_ext.params import hyper_parameters
+from torch_ext.params import hyper_parameters, local_shard
 from torch_ext.params.param_groups import of_the_innermost
 from torch_ext.params.shard_map import ShardMap
 from torch_ext.policy.policy import Policy
@@ -65,6 +65,24 @@ class SavedOptimizer(torch.optim.Optimizer):
         whole = save.consolidated(self, self._logical_state_dict("consolidate_state_dict()"), to)
         self._consolidated = whole if self.current_shards(self._states.all_params()).flat_shards else None
         return whole
+
+    @of_the_innermost
+    def state_bytes(self) -> dict[str, int]:
+        """Returns the bytes of optimizer state that this rank holds, by kind: by the keys of `state` ("exp_avg",
+        "exp_avg_sq", "momentum_buffer", "scales", "master_param", "master_remainder", "ema_param", "step", ...).
+        sum(optimizer.state_bytes().values()) is all of it.
+
+        Of a parameter that is split over the ranks, DTensor or not, only this rank's part counts. A tensor counts the
+        same wherever it is: on the device, in host memory (offload_fraction), or moved there by `offload`. What the
+        first step will create does not count before it. Not counted: a step's workspace, and what a WeightPublisher
+        keeps. Reads no tensor and allocates none; not collective.
+        """
+        found: dict[str, int] = {}
+        for p in self._states.all_params():
+            for key, value in self._states.stored_state(p).items():
+                if isinstance(value, Tensor):
+                    found[key] = found.get(key, 0) + local_shard.tensor_of(value).nbytes
+        return found
 
     def _logical_state_dict(self, doing: str) -> dict[str, Any]:
         self._refuse_open(doing)

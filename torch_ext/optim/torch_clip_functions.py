@@ -21,7 +21,7 @@ def _clip_value(params: list[Tensor], clip_value: float, foreach: bool | None = 
     """Clamps gradients in place, each element on the rank that steps it."""
     found = shard_map.ShardMap(params)
     for owner in reducer_registry.owners_of(params):
-        owner.before_step()
+        owner.before_step("clip_grad_value_()")
     bound = float(clip_value)
     with torch.no_grad():
         for grad in found.grads():

@@ -27,6 +27,7 @@ from torch_ext.parallel.cycle import (
     Options,
 )
 from torch_ext.parallel.param_buffers import ParamBuffers
+from torch_ext.parallel.sent_bytes import SentBytes
 from torch_ext.parallel.strategies.strategy import ShardingStrategy
 
 Replan: TypeAlias = Callable[[Sequence[int]], BucketPlan]
@@ -56,7 +57,7 @@ class BucketExchange(Exchange):
         self.strategy, self.communicator, self.params = strategy, strategy.communicator, strategy.params
         self.weights = ParamBuffers(strategy.params, strategy.plan) if strategy.sharded else None
         self._settings, self._on_layout_change = settings, on_layout_change
-        self._bytes_of_cycle, self._bytes_of_gathers, self._bytes_before = 0, 0, 0
+        self.sent = SentBytes([self.communicator])
         self._number, self._gathers = number, 0
         self._weight_gathers: list[Work] = []  # by message; emptied once all were waited for
         self.communicator.compresses = self.communicator.can_compress and strategy.plan.messages.compressed
@@ -99,15 +100,13 @@ class BucketExchange(Exchange):
         made.set_messages(self.strategy.plan.messages.ends)
         return made
 
-    @property
-    def wire_bytes(self) -> int:
-        return self._bytes_of_cycle + self._bytes_of_gathers
-
     def begin(self, sync: bool, bucket_steps: list[Callable[[int], None]]) -> None:
         """Starts a backward. sync: False under no_sync(). bucket_steps: functions that each step one reduced bucket."""
         self.cycle.begin(sync=sync, steps=bool(bucket_steps))
-        self.strategy.begin_backward(self.cycle.phase == REDUCING)
-        self._bytes_before = self.communicator.bytes_sent
+        reduces = self.cycle.phase == REDUCING
+        self.strategy.begin_backward(reduces)
+        if reduces:
+            self.sent.begin_backward()
         self._reset(bucket_steps)
 
     def kind_of_grad(self, i: int) -> int:
@@ -127,7 +126,6 @@ class BucketExchange(Exchange):
     def gather(self, bucket: int) -> Work:
         assert self.weights is not None
         self._gathers += 1
-        before = self.communicator.bytes_sent
         start = partial(
             self.communicator.all_gather_into_buffer,
             WireBuffer.of(self.weights.buckets[bucket]),
@@ -137,7 +135,6 @@ class BucketExchange(Exchange):
         handle = self.guarded(start)
         del self._weight_gathers[self.cycle.gathering() :]
         self._weight_gathers.append(handle)
-        self._bytes_of_gathers += self.communicator.bytes_sent - before
         return _WeightGather(self)
 
     def wait_for_weight_gathers(self) -> None:
@@ -194,7 +191,6 @@ class BucketExchange(Exchange):
     def do_install(self, _action: Action) -> None:
         self.communicator.ordering.forget_producers()
         self._handles, self._read_reports = [], None
-        self._bytes_of_cycle, self._bytes_of_gathers = self.communicator.bytes_sent - self._bytes_before, 0
         self.strategy.end_cycle(self.cycle.anywhere(), self.cycle.left())
         self.versions = self.strategy.versions()
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torch_ext.native import dtypes, library, structs
+from torch_ext.parallel.sent_bytes import SentBytes
 
 NO_SHARD, OPTIM, OPTIM_GRADS, UNITS, DDP_HOOK = range(5)
 """tx_cycle_kind."""
@@ -272,10 +273,12 @@ class Cycle(CycleState):
         """Event: the exchange has failed for good. Only the first text is kept."""
         _call("fail", ctypes.c_char_p, restype=None)(self.pointer, dtypes.c_text(text))
 
-    def check_step(self, grads: Iterable[int] = ()) -> None:
-        """Called before a step; raises RuntimeError if the gradients must not be stepped. grads: the parameters whose
-        gradients are this rank's own (not reduced) if one was ready since the last reduction."""
-        self._answer(_call("check_step", ctypes.c_char_p)(self.pointer, self._flags(grads)))
+    def check_step(self, call: str, grads: Iterable[int] = ()) -> None:
+        """Called before gradients are stepped, clipped or unscaled; raises RuntimeError if they must not be. call: the
+        user's call, with which the message begins. grads: the parameters whose gradients are this rank's own (not
+        reduced) if one was ready since the last reduction."""
+        check = _call("check_step", ctypes.c_char_p, ctypes.c_char_p)
+        self._answer(check(self.pointer, self._flags(grads), call.encode()))
 
     def stepping(self) -> None:
         """Event: a step is about to write. If it raises before `stepped`, that is a failure for good, which the next
@@ -362,7 +365,4 @@ class CycleDriver:
 class Exchange(CycleDriver):
     """A driver that exchanges a reducer's gradients."""
 
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes that this rank sent in the last completed cycle, and for all-gathers of weights since."""
-        raise NotImplementedError
+    sent: SentBytes

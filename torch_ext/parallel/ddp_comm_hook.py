@@ -73,12 +73,14 @@ class CommHook(CycleDriver):
         rank, world_size = found.communicator.rank, found.communicator.world_size
         options = Options(DDP_HOOK, rank, world_size, 1, check_for_nan=self._policy.check_for_nan_in_grad)
         self.cycle = Cycle(options, found.names, n_buckets=len(found.names), cycle=self._number)
-        self._connection, self._guard.cycle = found, self.cycle
+        self._connection, self._guard.cycle, self._guard.sent = found, self.cycle, found.sent
         return found
 
     def wire_bytes(self) -> int:
-        """Bytes that this rank sent in the last backward that reduced."""
-        return 0 if self._connection is None else self._connection.wire_bytes
+        """Returns the bytes that this rank sent for the current optimizer step, in all its backwards: as wire_bytes of
+        a model that `parallelize` changed. After step() it is the whole of that step, until the next step's first
+        backward that reduces."""
+        return 0 if self._connection is None else self._connection.sent.count
 
     def frozen(self) -> list[str]:
         """Returns the parameters that DDP waits for but that get no gradient: they were frozen."""
@@ -253,8 +255,8 @@ def register_comm_hook(
     A copy of the model (deepcopy, AveragedModel, torch.save) has a copy of the hook's state. But, as with torch's
     hooks, the copy reduces like DDP without a hook until one is registered on it, too.
 
-    Returns the hook's state, whose wire_bytes() counts what this rank sent. Raises TypeError, ValueError or
-    RuntimeError on every rank if an argument is illegal or differs between ranks.
+    Returns the hook's state, whose wire_bytes() counts what this rank sent for an optimizer step. Raises TypeError,
+    ValueError or RuntimeError on every rank if an argument is illegal or differs between ranks.
     """
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(

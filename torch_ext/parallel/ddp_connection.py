@@ -20,6 +20,7 @@ from torch_ext.parallel import message_plan
 from torch_ext.parallel.bucket_mean import BucketMean
 from torch_ext.parallel.bucket_plan import BucketPlan, plan_buckets, trainable
 from torch_ext.parallel.bucket_plan import slices as slices_in
+from torch_ext.parallel.sent_bytes import SentBytes
 from torch_ext.params import param_groups
 from torch_ext.policy.policy import Policy
 
@@ -89,18 +90,14 @@ class Connection:
         self._ids = param_groups.ids_of(self.names)
         self._gather_dtype = policy.grad_gather_dtype
         self._wire_dtypes = [p.grad_comm_dtype for p in plan.parameters]
-        self._bytes_before = self.communicator.bytes_sent
+        self.sent = SentBytes([self.communicator])
         self.messages = 0
         """How many messages were sent in this backward."""
 
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes that this rank sent since `begin`."""
-        return self.communicator.bytes_sent - self._bytes_before
-
     def begin(self) -> None:
-        """Resets the counts of bytes and messages for a backward."""
-        self._bytes_before, self.messages = self.communicator.bytes_sent, 0
+        """Starts a backward."""
+        self.sent.begin_backward()
+        self.messages = 0
 
     def positions(self, bucket: dist.GradBucket) -> list[int]:
         """Returns the positions of a bucket's parameters."""

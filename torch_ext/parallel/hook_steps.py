@@ -2,13 +2,14 @@
 raised. A step of this library's optimizers that was interrupted half-way is recorded."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torch_ext.parallel.cycle import Cycle
+from torch_ext.parallel.sent_bytes import SentBytes
 from torch_ext.params import param_groups, reducer_registry
 
 
@@ -20,6 +21,8 @@ class Guard(reducer_registry.StepListener):
         """The hook's cycle, once the ranks are connected."""
         self.failure: str | None = None
         """Why the ranks could not be connected."""
+        self.sent: SentBytes | None = None
+        """The hook's count of bytes, once the ranks are connected."""
         self._stepping = False
         self._params: set[torch.Tensor] = set()
         # After a backward that raised: parameter, gradient, and the gradient's version counter then.
@@ -32,6 +35,7 @@ class Guard(reducer_registry.StepListener):
         if _step_hook is None:
             _step_hook = register_optimizer_step_pre_hook(_before_step)
         reducer_registry.register_listener(self, params)
+        _guards.add(self)
         for other in [guard for guard in _alarmed_guards if not self._params.isdisjoint(guard._params)]:
             _alarmed_guards.discard(other)
 
@@ -54,6 +58,10 @@ class Guard(reducer_registry.StepListener):
             self._stepping = False
             _alarmed_guards.discard(self)
 
+    def step_called(self) -> None:
+        if self.sent is not None:
+            self.sent.end()
+
     def refuse_step(self) -> None:
         """Raises RuntimeError if an exchange failed, if the last step did not end, or if the gradients still are those
         that backward found not finite."""
@@ -67,20 +75,22 @@ class Guard(reducer_registry.StepListener):
             self.cycle.zero(self.cycle.nonfinite())
         # Otherwise the user has dropped or changed all these gradients, and may step what is there now.
         if self._stepping or self.cycle.failure is not None or self.cycle.nonfinite():
-            self.cycle.check_step()
+            self.cycle.check_step("step()")
 
-    def has(self, params: set[torch.Tensor]) -> bool:
-        return not params.isdisjoint(self._params)
+    def has(self, params: Iterable[torch.Tensor]) -> bool:
+        return not self._params.isdisjoint(params)
 
 
+_guards: "weakref.WeakSet[Guard]" = weakref.WeakSet()
 _alarmed_guards: "weakref.WeakSet[Guard]" = weakref.WeakSet()
 _step_hook: Any = None
 
 
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    if not _alarmed_guards:
+    if not _guards:
         return
-    params = set(param_groups.all_params(optimizer.param_groups))
-    for guard in list(_alarmed_guards):
-        if guard.has(params):
+    params = param_groups.all_params(optimizer.param_groups)
+    for guard in [guard for guard in _guards if guard.has(params)]:
+        if guard in _alarmed_guards:
             guard.refuse_step()
+        guard.step_called()

@@ -122,8 +122,8 @@ def plan_memory(
         **_ema_arguments(Averaging.of(0.0, ema_dtype, 1) if ema_dtype else NO_AVERAGING),
         **_matrix_arguments([] if matrices is None else matrices.rows, None if muon is None else muon.threads),
     )
-    room = _workspace_of(args)
-    args.room = ctypes.addressof(room)
+    workspace = _workspace_of(args)
+    args.workspace = ctypes.addressof(workspace)
     plan = library.function("tx_memory_plan", ctypes.POINTER(_MemoryArgs), ctypes.POINTER(_Memory))
     plans, buckets = [], plan_of(layout, world_size).buckets
     for strategy in table.strategies() if chosen is None else chosen:
@@ -158,7 +158,7 @@ def _matrix_arguments(rows: Sequence[CMatrix], threads: int | None) -> dict[str,
 
 def _workspace_of(args: _MemoryArgs) -> Any:
     """Returns the workspace of tx_memory_plan. The caller keeps it alive."""
-    nbytes = library.function("tx_memory_room_bytes", ctypes.c_void_p, restype=ctypes.c_int64, keep_gil=True)
+    nbytes = library.function("tx_memory_workspace_bytes", ctypes.c_void_p, restype=ctypes.c_int64, keep_gil=True)
     return (ctypes.c_int64 * -(-nbytes(ctypes.byref(args)) // 8))()
 
 

@@ -125,8 +125,15 @@ class ParallelModule(torch.nn.Module):
         return found
 
     def wire_bytes(self) -> int:
-        """Bytes that this rank sent: for all messages of the last reduction, and for the all-gathers of weights, by
-        steps since then (optim, optim_grads) or by forward and backward since the reduction before it (FSDP2)."""
+        """Returns the bytes that this rank sent for the current optimizer step, all its micro-batches: gradients, the
+        gathered weights, and what the ranks report to each other.
+
+        After step() it is the whole of that step, until the next step's first backward that reduces. It does not matter
+        whose optimizer steps; a step that policy.grad_scaler() skips is one, too. Under optim_grads_params the weights
+        that were gathered for a forward since the step before count, those of an evaluation as well. Compressed
+        messages count as they are sent. 0 before the first backward that reduces. Not included: what FSDP2 itself adds
+        up over replicas (HSDP), and what optimizers exchange (norms, Muon's matrices, found_inf).
+        """
         return reducer_of(self).wire_bytes
 
     def __reduce_ex__(self, protocol: Any) -> Any:

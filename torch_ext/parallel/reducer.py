@@ -79,14 +79,14 @@ class BucketReducer(BucketGradients):
             raise RuntimeError(f"{doing} after an exchange that failed: {failure}")
         self.exchange.communicator.check_process_group(doing)
 
-    def before_step(self) -> None:
-        """Called before an optimizer reads the gradients. Raises RuntimeError if it must not: they are not reduced yet
-        or not finite, or an exchange or the process group has failed."""
+    def before_step(self, call: str) -> None:
+        """Called before the gradients are stepped, clipped or unscaled. Raises RuntimeError if they must not be: they
+        are not reduced yet or not finite, or an exchange or the process group has failed."""
         self.finish_failed_backward()
         self.wait_for_weight_gathers()
         self.exchange.recheck_nonfinite()
-        self.check_process_group("step()")
-        self.cycle.check_step(i for i in range(len(self.params)) if self.strategy.unreduced(i))
+        self.check_process_group(call)
+        self.cycle.check_step(call, (i for i in range(len(self.params)) if self.strategy.unreduced(i)))
 
     # -- during backward ------------------------------------------------------------------------------------------
 

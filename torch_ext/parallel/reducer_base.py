@@ -45,8 +45,11 @@ class ReducerBase(reducer_registry.GradientReducer):
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that this rank sent in the last completed cycle, and for all-gathers of weights since."""
-        return self.exchange.wire_bytes
+        """See ParallelModule.wire_bytes."""
+        return self.exchange.sent.count
+
+    def step_called(self) -> None:
+        self.exchange.sent.end()
 
     def step_begins(self) -> None:
         self.cycle.stepping()

@@ -110,9 +110,10 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
         for owner in owners:
-            owner.before_step()
-        return None
-    if not owners or isinstance(optimizer, Adam):  # our optimizers' step calls before_step itself
+            owner.before_step("step()")
+    for owner in owners:
+        owner.step_called()
+    if closure is None or not owners or isinstance(optimizer, Adam):  # our optimizers' step calls before_step itself
         return None
 
     def checked() -> Any:
@@ -120,7 +121,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
         reduced before it."""
         loss = closure()
         for owner in owners:
-            owner.before_step()
+            owner.before_step("step()")
         return loss
 
     return args[:1], kwargs | {"closure": checked}

@@ -38,6 +38,10 @@ class StepListener(Protocol):
     def step_written(self) -> None:
         """Called when all weights are written, or none because the step was rejected."""
 
+    def step_called(self) -> None:
+        """Called when any optimizer's step() begins, after `before_step`, or when a loss scale skips it. The next
+        backward belongs to another step."""
+
 
 class GradientReducer(StepListener, abc.ABC):
     """Reduces the gradients of a model's parameters, and decides which part of each parameter this rank updates."""
@@ -76,8 +80,9 @@ class GradientReducer(StepListener, abc.ABC):
         """Waits for communication that a failed backward has started, so that nothing writes to gradients later."""
 
     @abc.abstractmethod
-    def before_step(self) -> None:
-        """Called when an optimizer is about to read the gradients. Raises RuntimeError if it must not."""
+    def before_step(self, call: str) -> None:
+        """Called before the gradients are stepped, clipped or unscaled. Raises RuntimeError if they must not be. call:
+        the user's call, with which the message begins: "step()" for instance."""
 
     def wait_for_weight_gathers(self) -> None:
         """Waits for all-gathers of weights that an interrupted step left running."""

@@ -107,8 +107,11 @@ class Loop:
     def __init__(self, model: nn.Module, optimizer: Any = None) -> None:
         self._x = torch.zeros(1, requires_grad=True)
         self._model, self._optimizer = model, optimizer
+        self._sent_before = 0
 
     def step(self) -> None:
+        if self._optimizer is None:  # no step() ends torch_ext's count
+            self._sent_before = self.counted() or 0
         self._model(self._x).backward()
         if self._optimizer is not None:
             self._optimizer.step()
@@ -121,7 +124,12 @@ class Loop:
 
     @property
     def wire_bytes(self) -> int | None:
-        """The bytes that this rank sent for the last reduction, by torch_ext's own count; None for a peer."""
+        """The bytes that this rank sent in the last step, by torch_ext's own count; None for a peer."""
+        counted = self.counted()
+        return None if counted is None else counted - self._sent_before
+
+    def counted(self) -> int | None:
+        """Returns torch_ext's own count of bytes; None for a peer."""
         count = getattr(self._model, "wire_bytes", None)
         return None if count is None else int(count())
 
@@ -187,8 +195,7 @@ class _HookLoop(Loop):
         super().__init__(ddp)
         self._hook = hook
 
-    @property
-    def wire_bytes(self) -> int:
+    def counted(self) -> int:
         return self._hook.wire_bytes()
 
 

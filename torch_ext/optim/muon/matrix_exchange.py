@@ -103,15 +103,15 @@ class Exchange:
         """Returns the bytes of this rank's matrix that each rank sends here, and the bytes of each rank's matrix that
         this rank sends there."""
         int64 = ctypes.c_int64
-        come, go = (int64 * self._world)(), (int64 * self._world)()
+        receive_bytes, send_bytes = (int64 * self._world)(), (int64 * self._world)()
         found = library.function(
             "tx_muon_exchange_sizes",
             *(ctypes.c_void_p, int64, ctypes.c_void_p, ctypes.c_void_p),
             restype=None,
             keep_gil=True,
         )
-        found(self._machine, in_round, come, go)
-        return list(come), list(go)
+        found(self._machine, in_round, receive_bytes, send_bytes)
+        return list(receive_bytes), list(send_bytes)
 
     def fail(self, in_round: int, rank: int, reason: str) -> None:
         """Reports that the products of a rank's matrix in this round failed. Every rank reports the same failures."""

@@ -98,7 +98,7 @@ class Task(NamedTuple):
     x: Tensor  # contiguous; overwritten by the result
     norm: float  # the root of the sum of squares
     iteration: Iteration
-    alone: bool  # multiplied by a single thread, in parallel with other matrices
+    one_thread: bool  # multiplied by a single thread, in parallel with other matrices
 
     def begin(self, panel: int) -> _Iteration:
         """Divides x by its norm, as torch.optim.Muon does. Returns the iteration as C's struct."""
@@ -112,8 +112,8 @@ def orthogonalise(tasks: Sequence[Task], workspaces: Sequence[Workspace]) -> lis
     """Orthogonalises the matrices in place. Returns for each None, or why it failed: NonFiniteProducts, or RuntimeError
     if torch could not allocate memory.
 
-    On the CPU, tasks with `alone` come first, as many in parallel as there are workspaces. On a GPU all tasks run one
-    after the other."""
+    On the CPU, tasks with `one_thread` come first, as many in parallel as there are workspaces. On a GPU all tasks run
+    one after the other."""
     for task in tasks:
         if task.norm == 0.0:
             task.x.zero_()
@@ -128,7 +128,7 @@ def _on_cpu(tasks: Sequence[Task], workspaces: Sequence[Workspace]) -> list[Exce
     iterations = [task.begin(0) for task in tasks]
     jobs = (_Job * max(1, len(tasks)))(
         *(
-            _Job(ctypes.addressof(iteration), task.x.data_ptr(), native_dtypes.code_of(task.x.dtype), task.alone)
+            _Job(ctypes.addressof(iteration), task.x.data_ptr(), native_dtypes.code_of(task.x.dtype), task.one_thread)
             for task, iteration in zip(tasks, iterations, strict=True)
         )
     )

@@ -24,9 +24,11 @@ class CMatrix(library.Struct):
     """tx_muon_matrix: a matrix that ranks share."""
 
     @classmethod
-    def of(cls, param: int, m: Matrix, transfer_dtype: torch.dtype, products: torch.dtype, owner: int = 0) -> "CMatrix":
-        """param: index of its parameter. transfer_dtype: see `MatrixMember`. products: the dtype of its products."""
-        dtypes = map(native_dtypes.code_of, (transfer_dtype, products))
+    def of(
+        cls, param: int, m: Matrix, transfer_dtype: torch.dtype, product_dtype: torch.dtype, owner: int = 0
+    ) -> "CMatrix":
+        """param: index of its parameter. transfer_dtype: see `MatrixMember`. product_dtype: of its matrix products."""
+        dtypes = map(native_dtypes.code_of, (transfer_dtype, product_dtype))
         return cls(param, m.begin, m.rows, m.columns, owner, *dtypes)
 
 
@@ -34,10 +36,10 @@ def planned(sizes: Sequence[float], ranks: int) -> tuple[list[int], int]:
     """Returns the owner of each matrix, and the fingerprint of this assignment. sizes: operations of each matrix."""
     n, int64, pointer = len(sizes), ctypes.c_int64, ctypes.c_void_p
     owners, fingerprint = (ctypes.c_int32 * max(n, 1))(), int64()
-    room_of = library.function("tx_plan_owners_bytes", int64, int64, restype=int64, keep_gil=True)
-    room = (int64 * -(-room_of(n, ranks) // 8))()
+    bytes_of = library.function("tx_plan_owners_bytes", int64, int64, restype=int64, keep_gil=True)
+    workspace = (int64 * -(-bytes_of(n, ranks) // 8))()
     plan = library.function("tx_plan_owners", int64, pointer, int64, pointer, pointer, pointer)
-    plan(n, (ctypes.c_double * max(n, 1))(*sizes), ranks, room, owners, ctypes.byref(fingerprint))
+    plan(n, (ctypes.c_double * max(n, 1))(*sizes), ranks, workspace, owners, ctypes.byref(fingerprint))
     return list(owners)[:n], fingerprint.value
 
 

@@ -76,9 +76,9 @@ class ShardedStep:
 
     def _gather(self, action: Action) -> None:
         """Starts the all-to-all that sends this rank's parts of the momentum to the owners."""
-        come, go = self._exchange.sizes(action.round)
+        receive_bytes, send_bytes = self._exchange.sizes(action.round)
         parts = [self._part(one) for one in self._exchange.matrices_of_round(action.round) if one is not None]
-        self._incoming[action.round] = self._start("momentum", torch.cat(parts), come, go)
+        self._incoming[action.round] = self._start("momentum", torch.cat(parts), receive_bytes, send_bytes)
 
     def _receive(self, action: Action) -> None:
         self._own[action.round] = self._incoming.pop(action.round).wait()
@@ -96,8 +96,8 @@ class ShardedStep:
 
     def _scatter(self, action: Action) -> None:
         """Starts the all-to-all that returns the updates to their ranks, and the all-gather of the outcomes."""
-        come, go = self._exchange.sizes(action.round)
-        update = self._start("updates", self._own.pop(action.round), go, come)
+        receive_bytes, send_bytes = self._exchange.sizes(action.round)
+        update = self._start("updates", self._own.pop(action.round), send_bytes, receive_bytes)
         group, outcome = self._exchange.owners.group, torch.tensor([self._outcome], **self._bytes)
         outcomes = torch.empty(group.size(), **self._bytes)
         call = group_calls.all_gather(list(outcomes.split(1)), outcome, group, "step(): how Muon's products went")
@@ -113,9 +113,9 @@ class ShardedStep:
                 group = self._exchange.owners.group
                 reason = NON_FINITE if outcome == _NON_FINITE else _failure_text(group, rank)
                 self._exchange.fail(action.round, rank, reason)
-        _, go = self._exchange.sizes(action.round)
+        _, send_bytes = self._exchange.sizes(action.round)
         for one, (begin, end) in zip(
-            self._exchange.matrices_of_round(action.round), pairwise([0, *accumulate(go)]), strict=True
+            self._exchange.matrices_of_round(action.round), pairwise([0, *accumulate(send_bytes)]), strict=True
         ):
             if one is not None and begin < end:
                 self._part(one).copy_(update[begin:end])
@@ -131,12 +131,14 @@ class ShardedStep:
     def _discard(self, action: Action) -> None:
         self._momenta.pop(self._exchange.members[action.param], None)
 
-    def _start(self, what: str, sent: Tensor, come: list[int], go: list[int]) -> _Transfer:
-        """Starts an all-to-all of bytes. come, go: bytes from and to each rank."""
-        into = torch.empty(sum(come), **self._bytes)
+    def _start(self, what: str, sent: Tensor, receive_bytes: list[int], send_bytes: list[int]) -> _Transfer:
+        """Starts an all-to-all of bytes. receive_bytes, send_bytes: bytes from and to each rank."""
+        into = torch.empty(sum(receive_bytes), **self._bytes)
         label = f"step(): {what} of Muon's matrices"
         group = self._exchange.owners.group
-        return _Transfer(group_calls.all_to_all_single(into, sent, group, label, (come, go)), into, sent)
+        return _Transfer(
+            group_calls.all_to_all_single(into, sent, group, label, (receive_bytes, send_bytes)), into, sent
+        )
 
     def _part(self, one: ShardedMatrix) -> Tensor:
         """Returns this rank's bytes of a matrix: its momentum, later its update."""

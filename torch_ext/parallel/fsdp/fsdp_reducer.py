@@ -106,13 +106,13 @@ class FSDPReducer(ReducerBase):
         """Whether some gradient is not in `.grad`."""
         return not all(map(self.exchange.shards.visible, range(len(self.params))))
 
-    def before_step(self) -> None:
+    def before_step(self, call: str) -> None:
         if not self.failed:  # after a failure, what is under way would not complete, either
             self.finish_failed_backward()
         for i in self.cycle.nonfinite():
             if self.exchange.shards.of(i) is None:
                 self.cycle.is_finite(i)
-        self.cycle.check_step()
+        self.cycle.check_step(call)
         self.sync_parameters()
 
     def sync_parameters(self) -> bool:

@@ -161,6 +161,7 @@ class ParamGather:
         if self._order is not None and unit.number not in self._order:
             self._order.append(unit.number)
         self._gathering.add(unit.number)
+        self._communicators.sent.begin_forward()
         communicator = self._communicators.of(group, GATHER)
         own = output.chunk(communicator.world_size)[communicator.rank]
         if own.data_ptr() != part.data_ptr():

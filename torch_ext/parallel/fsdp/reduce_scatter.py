@@ -14,6 +14,7 @@ from torch_ext.comm.streams import Stream
 from torch_ext.comm.wire import CODES, ParamSlice, RoundingSeeds, WireBuffer, pack
 from torch_ext.grads.stats import ALL_FINITE, first_nonfinite
 from torch_ext.native.constants import BLOCK
+from torch_ext.parallel.sent_bytes import SentBytes
 
 
 class UnitPlan(NamedTuple):
@@ -98,6 +99,7 @@ class UnitCommunicators:
         self.control = control
         self._number = number
         self._made: dict[tuple[dist.ProcessGroup, str], Communicator] = {}
+        self.sent = SentBytes([control], self._made.values())
 
     def of(self, group: dist.ProcessGroup, purpose: str) -> Communicator:
         if (group, purpose) not in self._made:
@@ -119,9 +121,6 @@ class UnitCommunicators:
 
     def report_tag(self, cycle: int) -> int:
         return tag(self._number, cycle, MAX_BUCKETS)
-
-    def bytes_sent(self) -> int:
-        return self.control.bytes_sent + sum(e.bytes_sent for e in self._made.values())
 
 
 def wire_of(unit: UnitPlan, rows: torch.Tensor, rank: int, cycle: int) -> WireBuffer:

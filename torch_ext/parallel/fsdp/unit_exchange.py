@@ -56,11 +56,10 @@ class UnitExchange(Exchange):
         self.params, self.names = params, names
         self.communicators = UnitCommunicators(control, number)
         self.shards = GradShards(params, units, unit_of)
-        self._wire_bytes = 0
         self.current: Reduction | None = None
         """The reduction from whose output FSDP2 is setting gradients now."""
         self._divide_factor, self._check_for_nan, self._find_unused = divide_factor, check_for_nan, find_unused
-        self._bytes_before = self.communicators.bytes_sent()
+        self.sent = self.communicators.sent
         self._reset()
 
     def _reset(self) -> None:
@@ -69,13 +68,10 @@ class UnitExchange(Exchange):
         self._messages: list[Reduction] = []  # those of them that were sent, by message
         self._read_reports: Callable[[], list[torch.Tensor]] | None = None  # waits for the ranks' reports
 
-    @property
-    def wire_bytes(self) -> int:
-        return self._wire_bytes
-
     def begin(self) -> None:
         """Starts a backward."""
         self.cycle.begin()
+        self.sent.begin_backward()
         self._reset()
 
     def give(self, given: Given) -> None:
@@ -187,8 +183,6 @@ class UnitExchange(Exchange):
             self.shards.drop_new(i for i, has_one in enumerate(self.cycle.anywhere()) if not has_one)
         self.shards.attach_grads()
         self._reductions, self._messages = [], []
-        before, self._bytes_before = self._bytes_before, self.communicators.bytes_sent()
-        self._wire_bytes = self._bytes_before - before
 
     def do_recovered(self, _action: Action) -> None:
         self.current = None
