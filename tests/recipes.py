@@ -27,6 +27,4 @@ def run(page: str, block: int, names: dict[str, Any]) -> dict[str, Any]:
 def needs(framework: str) -> pytest.MarkDecorator:
     """Skips a test if the framework is not installed: tests/requirements.txt does not have the large ones."""
     there = importlib.util.find_spec(framework) is not None
-    return pytest.mark.skipif(
-        not there, reason=f"{framework} is not installed; the case `rebuilt` runs without it"
-    )
+    return pytest.mark.skipif(not there, reason=f"{framework} is not installed; the case `rebuilt` runs without it")
