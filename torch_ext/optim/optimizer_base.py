@@ -4,6 +4,7 @@ import types
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch_ext.optim.saved_optimizer import SavedOptimizer
 from torch_ext.optim.state import access, flattened, load
 from torch_ext.optim.step_in_backward import StepInBackward
 from torch_ext.optim.stepper import Stepper
+from torch_ext.optim.writing_calls import WritingCalls, writes
 from torch_ext.params import hyper_parameters, keep_32bit, param_groups
 from torch_ext.params.param_groups import Params
 from torch_ext.policy.policy import Policy
@@ -88,6 +90,8 @@ class OptimizerBase(SavedOptimizer):
         self, host: HostStates, counts: Tensor, forms: dict[Tensor, Any], known: OptimizerStates | None = None
     ) -> None:
         """Creates the parts from what a pickle keeps. known: the OptimizerStates that a load replaces."""
+        if "writing_calls" not in self.__dict__:  # a load keeps it: the load itself is noted in it
+            self.writing_calls = WritingCalls()
         in_backward = StepInBackward()
         states = OptimizerStates(self, host, counts, forms)
         if known is not None:  # before self._states is set: a load that is interrupted here can be repeated
@@ -107,16 +111,20 @@ class OptimizerBase(SavedOptimizer):
             torch_clip_functions.route()
             clipped.register(self._scaling)
 
+    @writes("add_param_group()")
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch's does. Raises, and says what to do, for parameters that are twice in it or share
         memory; for complex, sparse, meta and inference tensors; for dtypes other than float32, bfloat16 and float16;
         for hyper-parameters that are no numbers, or not legal ones; and for arguments of the constructor that a group
         cannot have, `policy` among them.
         """
+        if self._open and self._opened_by != get_ident():  # it goes through the groups
+            self._refuse_within("add_param_group()")
         before = len(self.param_groups)
         try:
             with _reject_duplicates():
                 super().add_param_group(param_group)
+            offload_guard.refuse_params(self._states.all_params(), "add_param_group()")
             group = self.param_groups[before]
             own = self.policy, self.averaging, self.refuse_hyper, self._given
             refuse_group(self.param_groups, group, f"group {before}: ", *own)
@@ -215,6 +223,7 @@ class OptimizerBase(SavedOptimizer):
 
     def refuse_moving(self, doing: str) -> None:
         """Raises RuntimeError where the memory of parameters or states must not move now."""
+        self.writing_calls.refuse(doing)
         self._refuse_open(doing)
         if self._states.watcher is not None:
             self._states.watcher.weights_move()
