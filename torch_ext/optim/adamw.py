@@ -11,7 +11,6 @@ from torch import Tensor
 
 from torch_ext.native.untraced import untraced
 from torch_ext.optim import arguments, master_sync
-from torch_ext.optim.gradient_release import GradientRelease
 from torch_ext.optim.health import MeasuringOptimizer
 from torch_ext.optim.state import save
 from torch_ext.optim.state.averaging import Averaging
@@ -107,13 +106,6 @@ class Adam(MeasuringOptimizer):
                 owner.before_step()
         self.writing_calls.run(STEP, self._take_step, release)
         return loss
-
-    def _take_step(self, release: GradientRelease | None) -> None:
-        self._before_master_change(STEP)
-        with torch.no_grad():
-            self._stepper.step(released=release is not None and release.stepped)
-        if release is not None:
-            release.finish()
 
     @of_the_innermost
     @writes("zero_grad()")

@@ -21,7 +21,7 @@ from torch_ext.optim.saved_optimizer import SavedOptimizer
 from torch_ext.optim.state import access, flattened, load
 from torch_ext.optim.step_in_backward import StepInBackward
 from torch_ext.optim.stepper import Stepper
-from torch_ext.optim.writing_calls import WritingCalls, writes
+from torch_ext.optim.writing_calls import STEP, WritingCalls, writes
 from torch_ext.params import hyper_parameters, keep_32bit, param_groups
 from torch_ext.params.param_groups import Params
 from torch_ext.policy.policy import Policy
@@ -90,8 +90,7 @@ class OptimizerBase(SavedOptimizer):
         self, host: HostStates, counts: Tensor, forms: dict[Tensor, Any], known: OptimizerStates | None = None
     ) -> None:
         """Creates the parts from what a pickle keeps. known: the OptimizerStates that a load replaces."""
-        if "writing_calls" not in self.__dict__:  # a load keeps it: the load itself is noted in it
-            self.writing_calls = WritingCalls()
+        self.__dict__.setdefault("writing_calls", WritingCalls())  # a load keeps it: it is noted there
         in_backward = StepInBackward()
         states = OptimizerStates(self, host, counts, forms)
         if known is not None:  # before self._states is set: a load that is interrupted here can be repeated
@@ -141,11 +140,6 @@ class OptimizerBase(SavedOptimizer):
         """Removes the groups from `first` on, whose addition raised or was interrupted."""
         del self.param_groups[first:]
         self._states.drop_removed(self._states.all_params())
-
-    def _before_master_change(self, doing: str) -> None:
-        """Called before masters are written: RuntimeError where they must not be. Drops a consolidated state_dict."""
-        self._refuse_open(doing)
-        self._consolidated = None
 
     # -- pickling -----------------------------------------------------------------------------------------------------
 
@@ -198,6 +192,13 @@ class OptimizerBase(SavedOptimizer):
         flattened.patch()  # torch.distributed.checkpoint asks for state before it loads a state_dict
         if not self._open and not self._states.has_any_state():
             self._states.make_all()
+
+    def _take_step(self, release: GradientRelease | None) -> None:
+        self._before_master_change(STEP)
+        with torch.no_grad():
+            self._stepper.step(released=release is not None and release.stepped)
+        if release is not None:
+            release.finish()
 
     # -- what the step asks --------------------------------------------------------------------------------------------
 

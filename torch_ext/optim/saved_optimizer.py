@@ -11,7 +11,7 @@ from torch_ext.optim.optimizer_states import OptimizerStates
 from torch_ext.optim.state import load, save
 from torch_ext.optim.state.averaging import NO_AVERAGING, Averaging
 from torch_ext.optim.stepper import Stepper
-from torch_ext.optim.writing_calls import WritingCalls, writes
+from torch_ext.optim.writing_calls import STEP, WritingCalls, writes
 from torch_ext.params import hyper_parameters
 from torch_ext.params.param_groups import of_the_innermost
 from torch_ext.params.shard_map import ShardMap
@@ -106,13 +106,20 @@ class SavedOptimizer(torch.optim.Optimizer):
         finally:
             handle.remove()
 
+    def _before_master_change(self, doing: str) -> None:
+        """Called before masters are written: RuntimeError where they must not be. Drops a consolidated state_dict."""
+        self._refuse_open(doing)
+        self._consolidated = None
+
     def _refuse_open(self, doing: str) -> None:
         """Raises RuntimeError inside master_weights() or ema_weights(), during a load or add_param_group() and after a
         load that was interrupted, and for a signal handler in the middle of a step that takes several calls of the
         library."""
         self._refuse_within(doing)
         self.writing_calls.refuse_reading(doing)
-        if self._stepper.progress is not None and self._stepper.partly_stepped() and self.writing_calls.steps_here():
+        # step() itself calls this, and may find the progress of one that was interrupted.
+        halfway = doing != STEP and self._stepper.unfinished.is_halfway(self._stepper.plan)
+        if halfway and self.writing_calls.steps_here():
             raise RuntimeError(
                 f"{doing} within step(), by a signal handler, perhaps, when it has stepped some of the parameters and "
                 f"not the others: let the handler note its request, and call {doing} after the step"

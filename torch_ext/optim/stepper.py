@@ -34,8 +34,6 @@ class Stepper:
         self._hyper: tuple[list[Any], HyperparameterTable] | None = None
         self._warned = False
         self.unfinished = UnfinishedStep()
-        self.progress: StepProgress | None = None
-        """The progress of the step that is running."""
 
     def step(self, released: bool = False) -> None:
         """Steps the parameters that have a gradient. released: others were stepped in backward, and their gradients
@@ -61,10 +59,7 @@ class Stepper:
         if self._in_backward:
             fits = self.plan is not None and self.plan.fits(shards, active, states.state)
             self._in_backward.refuse_different_step(fits, clipping is not None or scaling.unscales())
-        try:
-            plan = self._run(shards, active, present, hyper, scaling.scalars(clipping))
-        finally:
-            self.progress = None
+        plan = self._run(shards, active, present, hyper, scaling.scalars(clipping))
         if plan is not None:
             self._end_measurement()
             scaling.clipped_in_place = False
@@ -96,8 +91,7 @@ class Stepper:
         if plan is not None and plan.matrices is not None:
             plan.matrices.check_gradients(plan.of_matrices(grads), scalars[2])
         rebuilt = False
-        with StepProgress(shards.listeners()) as progress:
-            self.progress = progress
+        with StepProgress(shards.listeners(), self.unfinished) as progress:
             while plan is not None:
                 run = StepRun(plan, grads, hyper, scalars, states.counts, states.optimizer.on_external_write, progress)
                 try:
@@ -111,13 +105,6 @@ class Stepper:
                     if not plan.note_moved():
                         plan, rebuilt = self._make_plan(shards, active, grads), True
         return plan
-
-    def partly_stepped(self) -> bool:
-        """Whether a step is running that may have written some of the weights and not the others."""
-        progress, plan = self.progress, self.plan
-        if progress is None or plan is None or not progress.wrote:
-            return False
-        return plan.gathers_weights or (plan.takes_several_calls and not progress.wrote_all)
 
     def current_hyper(self) -> HyperparameterTable:
         """Returns the groups' hyper-parameters as the operator takes them."""
