@@ -428,3 +428,51 @@ def test_a_rank_that_was_interrupted_before_it_stepped_anything_is_told(strategy
     assert first[:4] == ["goes on"] * 3 + ["interrupted"] and second[:4] == ["goes on"] * 4
     for text in (*first[4:], *second[4:]):
         assert "after a different number of steps than rank" in text, (first, second)
+
+
+# -- saves in the middle of a step ---------------------------------------------------------------------------------
+
+
+def _saves_before_weights_are_gathered(_rank: int, _world: int, strategy: str, bucket_size: int) -> list[str]:
+    """Returns the errors of state_dict() where this rank's part of the weights is stepped and the others are not here:
+    as a signal handler's call, then in another thread; and of state_dict() after the step."""
+    shapes = [(4,), (200,), (3,)]
+    chosen = policy(bucket_size=bucket_size, overlap_grad_reduce=True)
+    model: Any = torch_ext.parallelize(Given(shapes), chosen, strategy=strategy)
+    optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)
+    errors: list[str] = []
+
+    def save() -> None:
+        try:
+            optimizer.state_dict()
+            errors.append("")
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    engine: Any = parallel_module.reducer_of(model)
+    gather = engine.gather
+
+    def gather_later(bucket: int) -> Any:
+        engine.gather = gather
+        save()
+        other = threading.Thread(target=save)
+        other.start()
+        other.join()
+        return gather(bucket)
+
+    for step in range(2):
+        model([torch.ones(s) for s in shapes]).backward()
+        if step:
+            engine.gather = gather_later
+        optimizer.step()
+        optimizer.zero_grad()
+    save()
+    return errors
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
+@pytest.mark.parametrize("bucket_size", [1, 1000])
+def test_a_handler_saves_no_weights_that_are_not_gathered(strategy: str, bucket_size: int) -> None:
+    for handler, thread, later in ranks.run(2, _saves_before_weights_are_gathered, strategy, bucket_size):
+        assert handler.startswith("state_dict() within step(), by a signal handler, perhaps, when it has stepped some")
+        assert thread == later == ""

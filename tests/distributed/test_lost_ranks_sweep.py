@@ -6,6 +6,7 @@ Each seed is one case. TORCH_EXT_LOST_RANK_SEEDS=200 (or 200-300) runs many; the
 
 import contextlib
 import datetime
+import json
 import os
 import random
 import re
@@ -26,7 +27,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_ext
-from torch_ext.comm import group_calls
+from torch_ext.comm import group_calls, lost_ranks
 from torch_ext.parallel import parallel_module
 
 TIMEOUT = {"kill": 2.0, "stall": 2.5}
@@ -307,3 +308,74 @@ def test_no_thread_asks_a_store_when_the_interpreter_is_torn_down(call: str) -> 
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "\n")
+
+
+# -- stores that end or hang -----------------------------------------------------------------------------------------
+
+
+class _Store:
+    """A store in rank 0's process that ends, or hangs, after so many answers. It accepts records even after its end."""
+
+    def __init__(self, answers: int, hangs: bool, records: dict[int, Any]) -> None:
+        self._left, self._hangs = answers, hangs
+        self._records = {f"torch_ext/failed/{rank}": json.dumps(record) for rank, record in records.items()}
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def check(self, keys: list[str]) -> bool:
+        self._answer()
+        return keys[0] in self._records
+
+    def get(self, key: str) -> str:
+        self._answer()
+        return self._records[key]
+
+    def _answer(self) -> None:
+        self._left -= 1
+        if self._left < 0 and self._hangs:
+            time.sleep(1.0)
+        elif self._left < 0:
+            raise dist.DistNetworkError("Broken pipe")
+
+
+LATE, BROKEN = "Timed out waiting 3000ms for recv operation", "Connection closed by peer"
+ANSWERS, ENDED, HANGS = "", "has ended", "does not answer"
+RANK_0 = {0: ["call", [1], [1]]}
+
+# By what rank 2 of 3 meets: the error, the ranks whose messages are missing, the store's answers, whether it hangs, the
+# records in it; the ranks that are named, and what the message says about the store.
+INQUIRED: dict[str, tuple[str, list[int], int, bool, dict[int, Any], str, str]] = {
+    "rank 0 gave up because of rank 1, and ended": (LATE, [1], 0, False, {}, "rank 1", ENDED),
+    "the same, and rank 0 did not send either": (LATE, [0, 1], 0, False, {}, "rank 1", ENDED),
+    "rank 0 alone did not send, and ended": (LATE, [0], 0, False, {}, "rank 0", ENDED),
+    "rank 0 ended, a back end that does not say who is missing": (LATE, [], 0, False, {}, "a rank", ENDED),
+    "rank 0 died": (BROKEN, [0], 0, False, {}, "rank 0", ENDED),
+    "rank 0 died, and rank 1 closed its connections": (BROKEN, [1], 0, False, {}, "rank 0", ENDED),
+    "rank 0 is stopped": (LATE, [0, 1], 0, True, {}, "rank 0", HANGS),
+    "rank 0 is stopped, and rank 1 closed its connections": (BROKEN, [1], 0, True, {}, "rank 0", HANGS),
+    "rank 1 is stopped, and rank 0 does not answer": (LATE, [1], 0, True, {}, "rank 1", HANGS),
+    "rank 0 ends before its record can be read": (LATE, [1], 1, False, RANK_0, "rank 1", ENDED),
+    "rank 0 ends after its record was read": (LATE, [1], 2, False, RANK_0, "rank 1", ANSWERS),
+    "rank 0 ends without a record": (LATE, [1], 3, False, {}, "rank 0", ANSWERS),
+}
+
+
+@pytest.mark.parametrize("what", INQUIRED)
+def test_who_is_named_where_the_store_ends_or_hangs(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reason, missing, answers, hangs, records, named, said = INQUIRED[what]
+    group = type("Group", (), {})()
+    store = _Store(answers, hangs, records)
+    for name, value in {
+        "_store_of": lambda group: store,
+        "_ranks_of": lambda group: (2, 3, [0, 1, 2]),
+        "_close": lambda *_: None,
+        "_broken": lambda group, rank, others: others,
+        "timeout_of": lambda *_: 0.2,
+    }.items():
+        monkeypatch.setattr(lost_ranks, name, value)
+    message = str(lost_ranks.translated_error(group, "a call", RuntimeError(reason), missing))
+    assert message.startswith(f"a call: {named} did not respond ({reason})"), message
+    assert [said] == (
+        re.findall("the group's store, .* process, (.*), so no rank could be asked", message) or [ANSWERS]
+    )
+    assert ("cannot tell which one" in message) == (named == "a rank"), message

@@ -7,6 +7,7 @@ import copy
 import io
 import pathlib
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -219,6 +220,37 @@ def an_interrupted_step() -> None:
     optimizer.step()
 
 
+def within_one(name: str, call: Callable[[Any], Any], thread: bool) -> Callable[[], None]:
+    """Returns a function that makes the call where a function of this name begins within step(): as a signal handler
+    does, or in another thread."""
+
+    def cause() -> None:
+        trained = model()
+        optimizer = AdamW(trained.parameters(), offload_fraction=0.5)
+        backward(trained)
+        raised: list[RuntimeError] = []
+
+        def make() -> None:
+            try:
+                call(optimizer)
+            except RuntimeError as error:
+                raised.append(error)
+
+        def at(frame: Any, event: str, _arg: object) -> None:
+            if event == "call" and frame.f_code.co_name == name and "cpu_offload" in frame.f_code.co_filename:
+                sys.setprofile(None)
+                one = threading.Thread(target=make)
+                (one.start if thread else make)()
+                if thread:
+                    one.join()
+
+        sys.setprofile(at)
+        optimizer.step()
+        raise raised[0]
+
+    return cause
+
+
 STEPS: list[tuple[str, Callable[[], Any]]] = [
     ("is sparse (", a_sparse_embedding),
     ("is sparse (", a_clip_of_a_sparse_gradient),
@@ -243,6 +275,9 @@ STEPS: list[tuple[str, Callable[[], Any]]] = [
     ("applied and freed before the norm of all is known", a_clip_where_backward_steps),
     ("after a backward that raised when it had stepped", a_backward_that_raised),
     ("after a step() that was interrupted, or raised, when it had perhaps stepped", an_interrupted_step),
+    ("two calls that write to an optimizer at the same time", within_one("begin", lambda o: o.zero_grad(), True)),
+    ("by a signal handler, perhaps", within_one("begin", lambda o: o.step(), False)),
+    ("by a signal handler, perhaps", within_one("step", lambda o: o.state_dict(), False)),
 ]
 
 

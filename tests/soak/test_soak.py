@@ -19,8 +19,7 @@ _SOAK = pathlib.Path(__file__).parent
 # By part: the kinds, and the number of runs of each.
 PARTS = {
     "faults of ranks": (
-        # Not "stop": where one rank of three is stopped in parallelize, another may name the third (stop:3000000).
-        ["kill", "pause", "interrupt", "interrupt_all", "forward", "backward", "hook", "alone", "everywhere"],
+        ["kill", "stop", "pause", "interrupt", "interrupt_all", "forward", "backward", "hook", "alone", "everywhere"],
         2,
     ),
     "faults of saves, and of weights that travel": (

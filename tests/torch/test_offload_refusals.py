@@ -141,6 +141,19 @@ def test_B4_wrapped_and_compiled() -> None:
     loss_of(compiled, 0)
 
 
+def test_B4_no_group_is_added_while_weights_are_offloaded() -> None:
+    """Their addresses are all the same then, as if they shared memory."""
+    model, optimizer = trained()
+    torch_ext.offload(model, optimizer)
+    late = {"params": [("late", nn.Parameter(torch.ones(3).bfloat16()))]}
+    with pytest.raises(RuntimeError, match=r"^add_param_group\(\): parameter .* is offloaded; call torch_ext\.onload"):
+        optimizer.add_param_group(dict(late))
+    torch_ext.onload(model, optimizer)
+    groups = len(optimizer.param_groups)
+    optimizer.add_param_group(dict(late))
+    assert len(optimizer.param_groups) == groups + 1
+
+
 def test_B4_zero_grad_is_fine_while_offloaded() -> None:
     model, optimizer = trained()
     torch_ext.offload(model, optimizer)

@@ -12,6 +12,16 @@ never works again after a failure.
 The store usually ends with rank 0's process, which may finish its inquiry before other ranks. So rank 0 adds the lost
 ranks to its record, and stays alive for a moment so that others can read it. If the store ends while a rank still
 makes its inquiry, that rank takes its verdict from this record.
+
+A rank that began to wait later than rank 0 may find that the store has ended already. Then the kind of its own error
+decides. If a process dies, every rank's connections break at once, one after the other. So a broken connection means
+that rank 0 has died just now, and the store with it. A timeout means that a rank is stopped or late. Rank 0, whose
+process has ended, is neither: it had the same error earlier. So the missed ranks without rank 0 are lost. If a back end
+does not say whose messages are missing, the message says that this rank cannot tell.
+
+A store that is there but does not answer is in a process that is stopped. If this rank's connection to another rank
+broke, that rank has given up because of rank 0. After a timeout this rank knows whose messages are missing; if rank 0's
+is among them, that explains the others.
 """
 
 import contextlib
@@ -65,14 +75,20 @@ class _Verdict(NamedTuple):
     lost: tuple[int, ...]
     waiting: Mapping[int, str]
     """If no rank is lost: the calls in which the missed ranks failed."""
+    store: str = ""
+    """Why the other ranks' records could not be read: "has ended" or "does not answer"; "" if they could be."""
 
     def message(self, label: str) -> str:
         after = "this process group cannot be used any more."
+        if self.store:
+            after = f"the group's store, usually in rank 0's process, {self.store}, so no rank could be asked; {after}"
         if self.lost:
-            which = "They were lost, are" if len(self.lost) > 1 else "The rank was lost, is"
+            several = len(self.lost) > 1
             return (
-                f"{label}: {ranks_called(self.lost)} did not respond ({self.reason}). {which} more than the process "
-                f"group's timeout behind, or {'run' if len(self.lost) > 1 else 'runs'} another program; {after}"
+                f"{label}: {ranks_called(self.lost)} did not respond ({self.reason}). "
+                f"{'They were lost, are' if several else 'The rank was lost, is'} more than the process group's "
+                f"timeout behind, or {'wait for one of them that is, or run' if several else 'runs'} another program; "
+                f"{after}"
             )
         if self.waiting:
             elsewhere = "; ".join(f"rank {rank} in {call!r}" for rank, call in sorted(self.waiting.items()))
@@ -193,22 +209,25 @@ def _inquire(group: Any, label: str, reason: str, missing: set[int]) -> _Verdict
     # Global rank 0, whose process usually has the store.
     keeper = next((r for r in range(size) if global_ranks[r] == 0), rank)
     inquiry = _Inquiry(group, rank, _FailureRecord(label, tuple(sorted(known or others))), keeper)
-    seconds = min(_LATE if "imed out" in reason else _BROKEN, timeout_of(group, _HOST) / 2)
+    timed_out = "imed out" in reason
+    seconds = min(_LATE if timed_out else _BROKEN, timeout_of(group, _HOST) / 2)
     inquiry.run(lambda: _close(group, rank, others), seconds)
-    lost = inquiry.unresponsive()
-    if inquiry.store_ended:  # ranks without a record may be alive, so only the keeper's record counts
-        lost = set(inquiry.records[keeper].lost or ()) if keeper in inquiry.records else {keeper} & others
-    elif not inquiry.answered:
-        lost = known
-        # Global rank 0 usually has the store. If it is lost, that explains why the store did not answer.
-        if 0 in (global_ranks[r] for r in lost):
-            lost = {r for r in lost if global_ranks[r] == 0}
+    lost = inquiry.lost() if inquiry.answered else _lost_unasked(known, {keeper} & others, timed_out, inquiry)
     if rank == keeper and size > 2:
         inquiry.conclude(lost, min(_STAYS, seconds / 4))
     heard = {
         global_ranks[r]: record.label for r, record in inquiry.records.items() if r in inquiry.missed() and not lost
     }
-    return _Verdict(reason, tuple(sorted(global_ranks[r] for r in lost)), heard)
+    store = "" if inquiry.answered else "has ended" if inquiry.store_ended else "does not answer"
+    return _Verdict(reason, tuple(sorted(global_ranks[r] for r in lost)), heard, store)
+
+
+def _lost_unasked(known: set[int], keeper: set[int], timed_out: bool, inquiry: "_Inquiry") -> set[int]:
+    """Returns the lost ranks if the store has not answered once; see Note [lost ranks]. known: the ranks whose messages
+    are missing. keeper: the rank that usually has the store, unless that is this rank."""
+    if not timed_out:
+        return keeper or (set() if inquiry.store_ended else known)
+    return (known - keeper if inquiry.store_ended else known & keeper) or known
 
 
 def _ranks_of(group: Any) -> tuple[int, int, Sequence[int]]:
@@ -267,9 +286,9 @@ class _Inquiry:
         """keeper: the rank whose conclusion counts if the store ends."""
         self.records: dict[int, _FailureRecord] = {}
         self.answered = False
-        """Whether the store has answered."""
+        """Whether the store has answered a question. (It may accept a record after its process has ended.)"""
         self.store_ended = False
-        """Whether the store stopped answering before the inquiry was over."""
+        """Whether the store's process ended before the inquiry was over."""
         self._group, self._rank, self._record, self._keeper = group, rank, record, keeper
         self._written = threading.Event()
 
@@ -308,7 +327,17 @@ class _Inquiry:
         """Returns the missed ranks without a record."""
         return self.missed() - self.records.keys() - {self._rank}
 
+    def lost(self) -> set[int]:
+        """Returns the lost ranks, if the store has answered."""
+        if not self.store_ended:
+            return self.unresponsive()
+        # Ranks without a record may be alive, so only the keeper's record counts.
+        if self._keeper in self.records:
+            return set(self.records[self._keeper].lost or ())
+        return {self._keeper} - {self._rank}
+
     def _run(self, deadline: float) -> None:
+        store = None
         try:
             store = _store_of(self._group)
             store.set(_KEY.format(self._rank), json.dumps(self._record))
@@ -317,12 +346,13 @@ class _Inquiry:
                 for r in sorted(self.unresponsive() | ({self._keeper} if self._asks_keeper() else set())):
                     if store.check([_KEY.format(r)]):
                         self.records[r] = _FailureRecord(*json.loads(store.get(_KEY.format(r))))
+                    self.answered = True
                 self.answered = True
                 if not self.unresponsive() or time.monotonic() > deadline:
                     return
                 time.sleep(_PERIOD)
         except Exception:  # the store is gone with the rank that kept it
-            self.store_ended = self.answered or self._written.is_set()
+            self.store_ended = store is not None
             self._written.set()
 
 

@@ -6,9 +6,9 @@ of flat buffers and all other tensors in the storage stay the same objects.
 
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +67,20 @@ def offload(
     share_memory_(), a mapped file, a state_dict of a model with flat buffers that still exists); and if there is not
     enough host memory.
     """
-    plan = OffloadPlan("offload", model, optimizer, {"params": params, "grads": grads, "states": states})
+    _alone("offload()", optimizer, _offload, model, {"params": params, "grads": grads, "states": states})
+
+
+def _alone(doing: str, optimizer: torch.optim.Optimizer | None, call: Callable[..., None], *args: Any) -> None:
+    """Calls call(optimizer, *args), and raises RuntimeError while another call writes to the optimizer."""
+    inner = _optimizer_of(optimizer)
+    if isinstance(inner, Adam):
+        inner.writing_calls.run(doing, call, optimizer, *args)
+    else:
+        call(optimizer, *args)
+
+
+def _offload(optimizer: torch.optim.Optimizer | None, model: Models, kinds: dict[str, bool]) -> None:
+    plan = OffloadPlan("offload", model, optimizer, kinds)
     plan.refuse_shared_weights()
     moves = plan.moves()
     storage.refuse_fixed(memory for _, memories in moves for memory in memories)
@@ -96,8 +109,12 @@ def onload(
 
     Raises RuntimeError, with everything still in host memory, if the device has not enough memory for all of it.
     """
-    plan = OffloadPlan("onload", model, optimizer, {"params": params, "grads": grads, "states": states})
-    if params:
+    _alone("onload()", optimizer, _onload, model, {"params": params, "grads": grads, "states": states})
+
+
+def _onload(optimizer: torch.optim.Optimizer | None, model: Models, kinds: dict[str, bool]) -> None:
+    plan = OffloadPlan("onload", model, optimizer, kinds)
+    if kinds["params"]:
         plan.refuse_shared_weights()
     transfers = plan.offloaded()
     transfer.onload_all(transfers, plan.devices)

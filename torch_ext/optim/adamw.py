@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch_ext.optim import arguments, master_sync
 from torch_ext.optim.health import MeasuringOptimizer
 from torch_ext.optim.state import save
 from torch_ext.optim.state.averaging import Averaging
+from torch_ext.optim.writing_calls import STEP, writes
 from torch_ext.params import hyper_parameters, param_groups, reducer_registry
 from torch_ext.params.hyper_parameters import BETAS, DECAY, EPS, LR, NO_DECAY, start
 from torch_ext.params.keep_32bit import Kept, Selection
@@ -91,8 +93,8 @@ class Adam(MeasuringOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps every parameter that has a gradient; returns the closure's loss, if there is a closure.
 
-        Raises RuntimeError, naming the parameter, if a parameter or a gradient is not legal for the operator; nothing
-        has been written then.
+        Raises RuntimeError, naming the parameter, if a parameter or a gradient is not legal for the operator, and
+        during a call that writes to this optimizer in another thread; nothing has been written then.
         """
         loss, release = None, self._release
         if release is not None:
@@ -101,15 +103,12 @@ class Adam(MeasuringOptimizer):
             with torch.enable_grad():
                 loss = closure()
             for owner in reducer_registry.owners_of(self._states.all_params()):
-                owner.before_step("step()")
-        self._before_master_change("step()")
-        with torch.no_grad():
-            self._stepper.step(released=release is not None and release.stepped)
-        if release is not None:
-            release.finish()
+                owner.before_step(STEP)
+        self.writing_calls.run(STEP, self._take_step, release)
         return loss
 
     @of_the_innermost
+    @writes("zero_grad()")
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Sets all gradients to None or zero, as torch's zero_grad does, sharded ones included. Also drops a clip
         coefficient that no step has applied yet."""
@@ -162,6 +161,7 @@ class Adam(MeasuringOptimizer):
     # -- masters ------------------------------------------------------------------------------------------------------
 
     @of_the_innermost
+    @writes("resync_masters()")
     def resync_masters(self, state_dict: Mapping[str, Any] | None = None, force: bool = False) -> int:
         """Resets every master that no longer rounds to its weight to that weight. Returns how many elements of this
         rank changed.
@@ -202,8 +202,9 @@ class Adam(MeasuringOptimizer):
         """
         self.refuse_between("master_weights()")
         self._before_master_change("master_weights()")
-        self._open = "master_weights(), where parameters hold their masters"
+        self._open, self._opened_by = "master_weights(), where parameters hold their masters", get_ident()
         try:
+            self.writing_calls.refuse("master_weights()")  # after `_open` is set, which a step that begins now finds
             with torch.no_grad(), master_sync.masters_as_params(self._states, self._stepper) as masters:
                 yield masters
         finally:

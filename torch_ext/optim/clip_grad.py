@@ -89,7 +89,7 @@ def _clip_at_step(optimizer: torch.optim.Optimizer, max_norm: float, error_if_no
             f"{type(optimizer).__name__} does not apply a clip coefficient in its step; pass the parameters instead, "
             "or use torch_ext.AdamW"
         )
-    clipping = scaling.clip(max_norm)
+    clipping = optimizer.writing_calls.run("clip_grad_norm_()", scaling.clip, max_norm)  # type: ignore[attr-defined]
     if error_if_nonfinite:
         try:
             _raise_if(True, clipping)

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -38,8 +39,9 @@ class AveragingOptimizer(OptimizerBase):
         """
         self._refuse_without_average("ema_weights()")
         self.refuse_between("ema_weights()")
-        self._open = "ema_weights(), where parameters hold their averages"
+        self._open, self._opened_by = "ema_weights(), where parameters hold their averages", get_ident()
         try:
+            self.writing_calls.refuse("ema_weights()")  # after `_open` is set, which a step that begins now finds
             with torch.no_grad(), _averages_as_params(self._states):
                 yield
         finally:

@@ -12,6 +12,7 @@ from torch_ext.optim.health_report import Health, ParamHealth
 from torch_ext.optim.optimizer_states import OptimizerStates
 from torch_ext.optim.state.measurement import Measurement
 from torch_ext.optim.state.state_dtypes import StateDtypes
+from torch_ext.optim.writing_calls import writes
 from torch_ext.params import param_groups
 from torch_ext.params.param_groups import of_the_innermost
 
@@ -22,6 +23,7 @@ class MeasuringOptimizer(AveragingOptimizer):
     """An optimizer that measures a step where it is asked to; other steps cost nothing more."""
 
     @of_the_innermost
+    @writes("measure_health()")
     def measure_health(self) -> None:
         """Makes the next step measure itself, for `health()`. Call it on every rank. A step that is captured into a
         CUDA graph cannot measure itself."""

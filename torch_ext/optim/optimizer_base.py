@@ -4,6 +4,7 @@ import types
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch_ext.optim.saved_optimizer import SavedOptimizer
 from torch_ext.optim.state import access, flattened, load
 from torch_ext.optim.step_in_backward import StepInBackward
 from torch_ext.optim.stepper import Stepper
+from torch_ext.optim.writing_calls import STEP, WritingCalls, writes
 from torch_ext.params import hyper_parameters, keep_32bit, param_groups
 from torch_ext.params.param_groups import Params
 from torch_ext.policy.policy import Policy
@@ -88,6 +90,7 @@ class OptimizerBase(SavedOptimizer):
         self, host: HostStates, counts: Tensor, forms: dict[Tensor, Any], known: OptimizerStates | None = None
     ) -> None:
         """Creates the parts from what a pickle keeps. known: the OptimizerStates that a load replaces."""
+        self.__dict__.setdefault("writing_calls", WritingCalls())  # a load keeps it: it is noted there
         in_backward = StepInBackward()
         states = OptimizerStates(self, host, counts, forms)
         if known is not None:  # before self._states is set: a load that is interrupted here can be repeated
@@ -107,16 +110,20 @@ class OptimizerBase(SavedOptimizer):
             torch_clip_functions.route()
             clipped.register(self._scaling)
 
+    @writes("add_param_group()")
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch's does. Raises, and says what to do, for parameters that are twice in it or share
         memory; for complex, sparse, meta and inference tensors; for dtypes other than float32, bfloat16 and float16;
         for hyper-parameters that are no numbers, or not legal ones; and for arguments of the constructor that a group
         cannot have, `policy` among them.
         """
+        if self._open and self._opened_by != get_ident():  # it goes through the groups
+            self._refuse_within("add_param_group()")
         before = len(self.param_groups)
         try:
             with _reject_duplicates():
                 super().add_param_group(param_group)
+            offload_guard.refuse_params(self._states.all_params(), "add_param_group()")
             group = self.param_groups[before]
             own = self.policy, self.averaging, self.refuse_hyper, self._given
             refuse_group(self.param_groups, group, f"group {before}: ", *own)
@@ -133,11 +140,6 @@ class OptimizerBase(SavedOptimizer):
         """Removes the groups from `first` on, whose addition raised or was interrupted."""
         del self.param_groups[first:]
         self._states.drop_removed(self._states.all_params())
-
-    def _before_master_change(self, doing: str) -> None:
-        """Called before masters are written: RuntimeError where they must not be. Drops a consolidated state_dict."""
-        self._refuse_open(doing)
-        self._consolidated = None
 
     # -- pickling -----------------------------------------------------------------------------------------------------
 
@@ -191,6 +193,13 @@ class OptimizerBase(SavedOptimizer):
         if not self._open and not self._states.has_any_state():
             self._states.make_all()
 
+    def _take_step(self, release: GradientRelease | None) -> None:
+        self._before_master_change(STEP)
+        with torch.no_grad():
+            self._stepper.step(released=release is not None and release.stepped)
+        if release is not None:
+            release.finish()
+
     # -- what the step asks --------------------------------------------------------------------------------------------
 
     @property
@@ -215,6 +224,7 @@ class OptimizerBase(SavedOptimizer):
 
     def refuse_moving(self, doing: str) -> None:
         """Raises RuntimeError where the memory of parameters or states must not move now."""
+        self.writing_calls.refuse(doing)
         self._refuse_open(doing)
         if self._states.watcher is not None:
             self._states.watcher.weights_move()

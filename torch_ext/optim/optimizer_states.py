@@ -203,8 +203,8 @@ class OptimizerStates:
         self.host.keep_only(present)
         if self.changes is not None:
             self.changes.keep_only(present)
-        self.synced = {p: synced for p, synced in self.synced.items() if p in present}
-        self._forms = {p: form for p, form in self._forms.items() if p in present}
+        self.synced = {p: synced for p, synced in dict(self.synced).items() if p in present}
+        self._forms = {p: form for p, form in dict(self._forms).items() if p in present}
 
     def compare_ranks(self, members: list[ParamState]) -> None:
         """Compares the dtypes of states over the ranks, once: RuntimeError where they differ. Collective for parameters
@@ -252,11 +252,12 @@ def _complete(members: list[ParamState]) -> list[ParamState]:
     for host in (False, True):  # separately: memory of states on the device may be offloaded (offloading/offload.py)
         missing = [m for m in members if m.host == host and not m.kinds.complete(m.state)]
         for m, new in zip(missing, codec.make([(m.weight_on_state_device, m.kinds) for m in missing]), strict=True):
-            m.state.update({key: value for key, value in new.items() if key not in m.state})
+            for key, value in new.items():  # in one operation: two threads that make the same state agree on it
+                m.state.setdefault(key, value)
         made += missing
     for m in members:
         if "step" not in m.state:
-            m.state["step"] = torch.zeros((), dtype=torch.float32, device=m.weight.device)
+            m.state.setdefault("step", torch.zeros((), dtype=torch.float32, device=m.weight.device))
         codec.follow_param(m.weight.detach(), m.state, m.kinds, m.name)
     return made
 

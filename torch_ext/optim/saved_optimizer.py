@@ -11,6 +11,7 @@ from torch_ext.optim.optimizer_states import OptimizerStates
 from torch_ext.optim.state import load, save
 from torch_ext.optim.state.averaging import NO_AVERAGING, Averaging
 from torch_ext.optim.stepper import Stepper
+from torch_ext.optim.writing_calls import STEP, WritingCalls, writes
 from torch_ext.params import hyper_parameters, local_shard
 from torch_ext.params.param_groups import of_the_innermost
 from torch_ext.params.shard_map import ShardMap
@@ -24,7 +25,9 @@ class SavedOptimizer(torch.optim.Optimizer):
     averaging: Averaging = NO_AVERAGING
     _states: OptimizerStates
     _stepper: Stepper
+    writing_calls: WritingCalls
     _open: str  # not empty inside master_weights() or ema_weights(): which of them, for messages
+    _opened_by = 0  # by which thread it was entered last
     _half_loaded = False  # True while a load writes, and after one that was interrupted
     _consolidated: dict[str, Any] | None  # what the next state_dict() returns, unless masters change before
 
@@ -95,6 +98,7 @@ class SavedOptimizer(torch.optim.Optimizer):
 
     @untraced
     @of_the_innermost
+    @writes("load_state_dict()")
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` of this class or of torch.optim.AdamW returned, under any policy.
 
@@ -120,9 +124,24 @@ class SavedOptimizer(torch.optim.Optimizer):
         finally:
             handle.remove()
 
+    def _before_master_change(self, doing: str) -> None:
+        """Called before masters are written: RuntimeError where they must not be. Drops a consolidated state_dict."""
+        self._refuse_open(doing)
+        self._consolidated = None
+
     def _refuse_open(self, doing: str) -> None:
-        """Raises RuntimeError inside master_weights() or ema_weights(), and after a load that was interrupted."""
+        """Raises RuntimeError inside master_weights() or ema_weights(), during a load or add_param_group() and after a
+        load that was interrupted, and for a signal handler in the middle of a step that takes several calls of the
+        library."""
         self._refuse_within(doing)
+        self.writing_calls.refuse_reading(doing)
+        # step() itself calls this, and may find the progress of one that was interrupted.
+        halfway = doing != STEP and self._stepper.unfinished.is_halfway(self._stepper.plan)
+        if halfway and self.writing_calls.steps_here():
+            raise RuntimeError(
+                f"{doing} within step(), by a signal handler, perhaps, when it has stepped some of the parameters and "
+                f"not the others: let the handler note its request, and call {doing} after the step"
+            )
         if self._half_loaded:
             raise RuntimeError(
                 f"{doing} after a load_state_dict() that was interrupted when it had perhaps loaded some of the state: "

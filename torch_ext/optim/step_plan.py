@@ -95,6 +95,11 @@ class StepPlan:
         """Whether a step takes several calls of the library, between which it may be interrupted."""
         return self.host is not None or self.matrices is not None or self.device.takes_several_calls
 
+    @property
+    def gathers_weights(self) -> bool:
+        """Whether a step all-gathers weights at its end."""
+        return bool(self.gathered_late) or any(batch.gather is not None for batch in self.device.batches)
+
     def same_forms(self) -> bool:
         """Whether every parameter has the dtype and the shape that it had when the plan was made. step() need not call
         this: the operator checks it."""

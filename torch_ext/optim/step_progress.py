@@ -9,6 +9,12 @@ class NotStepped(RuntimeError):
     """Some parameters were not stepped, all others were; the same ones on every rank, and every rank raises this."""
 
 
+class RunningStep:
+    """Holds the progress of the step that is running."""
+
+    progress: "StepProgress | None" = None
+
+
 class StepProgress:
     """What one step has written so far.
 
@@ -16,8 +22,9 @@ class StepProgress:
     interrupted later, the ranks' weights differ: the listeners are then not told `step_written`, and the next backward
     or step raises."""
 
-    def __init__(self, listeners: Sequence[StepListener]) -> None:
-        self._listeners = listeners
+    def __init__(self, listeners: Sequence[StepListener], running: RunningStep) -> None:
+        """running: is told of this object, for as long as the step runs."""
+        self._listeners, self._running = listeners, running
         self.wrote = False
         self.wrote_all = False
         for listener in listeners:
@@ -29,8 +36,10 @@ class StepProgress:
             listener.step_written()
 
     def __enter__(self) -> "StepProgress":
+        self._running.progress = self
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._running.progress = None
         if kind is None or (issubclass(kind, Exception) and not self.wrote):
             self.written()

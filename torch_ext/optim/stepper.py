@@ -91,7 +91,7 @@ class Stepper:
         if plan is not None and plan.matrices is not None:
             plan.matrices.check_gradients(plan.of_matrices(grads), scalars[2])
         rebuilt = False
-        with StepProgress(shards.listeners()) as progress:
+        with StepProgress(shards.listeners(), self.unfinished) as progress:
             while plan is not None:
                 run = StepRun(plan, grads, hyper, scalars, states.counts, states.optimizer.on_external_write, progress)
                 try:

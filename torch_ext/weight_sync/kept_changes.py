@@ -52,6 +52,7 @@ class KeptChanges:
     # -- weight_changes.Watcher
 
     def before_writing(self) -> None:
+        self._optimizer.writing_calls.refuse("step()")  # this is called before the step looks for other calls
         self._writes.mark(self._members())
         self._mark_before_first_step()
 

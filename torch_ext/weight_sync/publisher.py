@@ -1,7 +1,8 @@
 """`WeightPublisher`, the trainer's side of weight sync: encodes what changed in the weights since the last version."""
 
 import ctypes
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,6 +17,8 @@ from torch_ext.weight_sync.model_table import ModelTable
 from torch_ext.weight_sync.weight_patch import WeightPatch
 
 _CHANGES, _WHOLE = 0, 1  # tx_delta_kind
+
+_T = TypeVar("_T")
 
 
 class WeightPublisher:
@@ -97,9 +100,16 @@ class WeightPublisher:
         newer publisher or the model is sharded differently now. Raises ValueError, with a parameter's name, if the
         model's parameters are not those at the publisher's creation. After an error nothing has been published.
         """
+        return self._alone("publish()", self._publish)
+
+    def _publish(self) -> bytes:
         self._refuse_now("publish()")
         with torch.no_grad(), self._kept.silent_writes_marked():
             return self._encode(_CHANGES)
+
+    def _alone(self, doing: str, call: Callable[[], _T]) -> _T:
+        """Returns what the call returns; RuntimeError while a step, for example, writes in another thread."""
+        return self._optimizer.writing_calls.run(doing, call)
 
     def full(self) -> bytes:
         """Returns this rank's part of all weights at `version`, for engines that join. Call it directly after
@@ -107,6 +117,9 @@ class WeightPublisher:
 
         Raises the errors of publish, and RuntimeError if weights have changed since publish.
         """
+        return self._alone("full()", self._full)
+
+    def _full(self) -> bytes:
         self._refuse_now("full()")
         with torch.no_grad():
             return self._encode(_WHOLE)
@@ -119,6 +132,9 @@ class WeightPublisher:
         step changes. If nothing changed in this rank's part of a parameter, its patch has no positions. A patch may
         also contain weights that did not change. Raises the errors of publish.
         """
+        return self._alone("publish_patches()", self._publish_patches)
+
+    def _publish_patches(self) -> list[WeightPatch]:
         self._refuse_now("publish_patches()")
         with torch.no_grad(), self._kept.silent_writes_marked():
             patches = self._kept.patches()
