@@ -53,11 +53,11 @@ def _whole_ones(rank: int, world: int) -> None:
         for what, do in WHOLE.items():
             with pytest.raises(RuntimeError, match=r"\w+ of 'p\d' .*\[\d+, \d+\).*consolidate_state_dict") as refusal:
                 do(model, optimizer, t)
-            assert what.endswith("saved") or f"{key} of 'p1' is cut" in str(refusal.value), what
+            assert what.endswith("saved") or f"{key} of 'p1' is sharded" in str(refusal.value), what
     assert whole(optimizer) == before
 
 
-def test_whole_tensors_of_what_is_cut_are_refused_by_name() -> None:
+def test_whole_tensors_of_sharded_state_are_refused_by_name() -> None:
     ranks.run(2, _whole_ones)
 
 
