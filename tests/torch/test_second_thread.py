@@ -206,3 +206,38 @@ def test_steps_of_several_threads_follow_one_another_or_raise(states: str) -> No
     for _ in range(int(max(steps_of))):
         expected.step()
     assert len(steps_of) == 1 and _bits(optimizer) == _bits(expected)
+
+
+def test_a_write_that_finds_the_other_one_just_ended_is_a_write_itself() -> None:
+    """The other call ends after this one has found that it runs, and before it would be refused for that."""
+    _, optimizer = _large("bf16")
+    state, loading, ended, errors = optimizer.state_dict(), threading.Event(), threading.Event(), list[str]()
+
+    def loaded(_optimizer: torch.optim.Optimizer) -> None:
+        if threading.current_thread() is first:
+            loading.set()
+            ended.wait()
+        else:
+            third = threading.Thread(target=lambda: errors.append(_error_of(optimizer.zero_grad)))
+            third.start()
+            third.join()
+
+    def trace(frame: Any, event: str, _argument: Any) -> None:
+        if event == "call" and frame.f_code.co_name == "refuse" and not ended.is_set():
+            ended.set()
+            first.join()
+
+    def second_load() -> None:
+        sys.settrace(trace)
+        optimizer.load_state_dict(state)
+
+    optimizer.register_load_state_dict_post_hook(loaded)
+    first = threading.Thread(target=optimizer.load_state_dict, args=(state,))
+    second = threading.Thread(target=second_load)
+    first.start()
+    loading.wait()
+    second.start()
+    for thread in (second, first):
+        thread.join()
+    assert ended.is_set() and len(errors) == 1
+    assert errors[0].startswith("zero_grad() while load_state_dict() runs in thread"), errors

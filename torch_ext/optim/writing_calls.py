@@ -37,17 +37,18 @@ class WritingCalls:
         """Runs a call that writes. doing: its name, for messages. Raises RuntimeError, before it runs, during a call
         that writes in another thread, and for a signal handler's call in the middle of step()."""
         note, notes = (doing, get_ident()), self._notes
-        if notes:
-            self.refuse(doing)
-            return call(*args)  # a hook of a call of this thread, which has the note
+        while notes:
+            if self.refuse(doing):
+                return call(*args)  # a hook of a call of this thread, which has the note
         try:
             notes[None] = note
             return call(*args)
         finally:
             del notes[None]
 
-    def refuse(self, doing: str) -> None:
-        """Raises RuntimeError if `run` would."""
+    def refuse(self, doing: str) -> bool:
+        """Raises RuntimeError if `run` would. Returns whether a call of this thread is writing, which may call others;
+        False also if the call of another thread has ended by now."""
         for running, thread in list(self._notes.values()):
             if thread != get_ident():
                 raise RuntimeError(
@@ -59,6 +60,8 @@ class WritingCalls:
                     f"{doing} within {STEP}, by a signal handler, perhaps: let the handler note its request, and call "
                     f"{doing} after the step"
                 )
+            return True
+        return False
 
     def refuse_reading(self, doing: str) -> None:
         """Raises RuntimeError during a call in which groups or states are not complete."""
@@ -75,13 +78,13 @@ class WritingCalls:
 
 
 class Writing(Protocol):
-    """An optimizer with the notes of its calls."""
+    """An optimizer, or what writes to one, with the optimizer's notes."""
 
     writing_calls: WritingCalls
 
 
 def writes(doing: str) -> Callable[[_Method], _Method]:
-    """Decorator of an optimizer's method that writes to it. doing: the call's name, for messages."""
+    """Decorator of a method that writes to the optimizer. doing: the call's name, for messages."""
 
     def decorated(method: _Method) -> _Method:
         @wraps(method)

@@ -23,7 +23,7 @@ class Guard(reducer_registry.StepListener):
         """Why the ranks could not be connected."""
         self.sent: SentBytes | None = None
         """The hook's count of bytes, once the ranks are connected."""
-        self._stepping = False
+        self._alarmed = self._stepping = False
         self._params: set[torch.Tensor] = set()
         # After a backward that raised: parameter, gradient, and the gradient's version counter then.
         self._unreduced: list[tuple[torch.Tensor, weakref.ref[torch.Tensor], int]] = []
@@ -36,35 +36,35 @@ class Guard(reducer_registry.StepListener):
             _step_hook = register_optimizer_step_pre_hook(_before_step)
         reducer_registry.register_listener(self, params)
         _guards.add(self)
-        for other in [guard for guard in _alarmed_guards if not self._params.isdisjoint(guard._params)]:
-            _alarmed_guards.discard(other)
+        for guard in _guards_of(params):
+            guard._alarmed = False
 
     def alarm(self) -> None:
         """Called when a backward ended in an error: either nothing can be reduced any more, or a gradient was not
         finite on some rank, so that none was reduced."""
         with_grads = [(p, p.grad) for p in self._params if p.grad is not None]
         self._unreduced = [(p, weakref.ref(grad), grad._version) for p, grad in with_grads]
-        _alarmed_guards.add(self)
+        self._alarmed = True
 
     def step_begins(self) -> None:
         if self.cycle is not None:
             self.cycle.stepping()
-            self._stepping = True
-            _alarmed_guards.add(self)  # an earlier alarm is void: `refuse_step` let this step begin
+            self._stepping = self._alarmed = True  # an earlier alarm is void: `refuse_step` let this step begin
 
     def step_written(self) -> None:
         if self.cycle is not None:
             self.cycle.stepped()
-            self._stepping = False
-            _alarmed_guards.discard(self)
+            self._stepping = self._alarmed = False
 
     def step_called(self) -> None:
         if self.sent is not None:
             self.sent.end()
 
-    def refuse_step(self) -> None:
-        """Raises RuntimeError if an exchange failed, if the last step did not end, or if the gradients still are those
-        that backward found not finite."""
+    def before_step(self) -> None:
+        """Called before any optimizer steps the parameters. Raises RuntimeError if an exchange failed, if the last step
+        did not end, or if the gradients still are those that backward found not finite."""
+        if not self._alarmed:
+            return
         if self.cycle is None:
             raise RuntimeError(f"step() after an exchange that failed: {self.failure}")
         left = any(
@@ -77,20 +77,17 @@ class Guard(reducer_registry.StepListener):
         if self._stepping or self.cycle.failure is not None or self.cycle.nonfinite():
             self.cycle.check_step("step()")
 
-    def has(self, params: Iterable[torch.Tensor]) -> bool:
-        return not self._params.isdisjoint(params)
-
 
 _guards: "weakref.WeakSet[Guard]" = weakref.WeakSet()
-_alarmed_guards: "weakref.WeakSet[Guard]" = weakref.WeakSet()
 _step_hook: Any = None
 
 
+def _guards_of(params: Iterable[torch.Tensor]) -> list[Guard]:
+    return [guard for guard in _guards if not guard._params.isdisjoint(params)]
+
+
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    if not _guards:
-        return
-    params = param_groups.all_params(optimizer.param_groups)
-    for guard in [guard for guard in _guards if guard.has(params)]:
-        if guard in _alarmed_guards:
-            guard.refuse_step()
-        guard.step_called()
+    if _guards:
+        for guard in _guards_of(param_groups.all_params(optimizer.param_groups)):
+            guard.before_step()
+            guard.step_called()

@@ -1,14 +1,14 @@
 """`WeightPublisher`, the trainer's side of weight sync: encodes what changed in the weights since the last version."""
 
 import ctypes
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from torch_ext.native import graph_capture
 from torch_ext.optim.cpu_offload.staged_args import threads
 from torch_ext.optim.optimizer_base import OptimizerBase
+from torch_ext.optim.writing_calls import writes
 from torch_ext.params.param_groups import innermost
 from torch_ext.tensors import offload_guard
 from torch_ext.weight_sync import delta_library, trainer_ranks
@@ -17,8 +17,6 @@ from torch_ext.weight_sync.model_table import ModelTable
 from torch_ext.weight_sync.weight_patch import WeightPatch
 
 _CHANGES, _WHOLE = 0, 1  # tx_delta_kind
-
-_T = TypeVar("_T")
 
 
 class WeightPublisher:
@@ -62,6 +60,7 @@ class WeightPublisher:
                 "Muon note what their steps change"
             )
         self._optimizer, self._sliceable = inner, sliceable
+        self.writing_calls = inner.writing_calls
         self._model = ModelTable(model)
         self._ranks = trainer_ranks.ranks_of(model, self._model.params.values(), process_group)
         self._refuse_between("WeightPublisher()")
@@ -88,6 +87,7 @@ class WeightPublisher:
         """The last published version. 0, the weights at the publisher's creation, if nothing was published yet."""
         return int(self._chain.version)
 
+    @writes("publish()")
     def publish(self) -> bytes:
         """Returns this rank's part of the next version: what changed since the last one, after any number of steps.
 
@@ -100,30 +100,22 @@ class WeightPublisher:
         newer publisher or the model is sharded differently now. Raises ValueError, with a parameter's name, if the
         model's parameters are not those at the publisher's creation. After an error nothing has been published.
         """
-        return self._alone("publish()", self._publish)
-
-    def _publish(self) -> bytes:
         self._refuse_now("publish()")
         with torch.no_grad(), self._kept.silent_writes_marked():
             return self._encode(_CHANGES)
 
-    def _alone(self, doing: str, call: Callable[[], _T]) -> _T:
-        """Returns what the call returns; RuntimeError while a step, for example, writes in another thread."""
-        return self._optimizer.writing_calls.run(doing, call)
-
+    @writes("full()")
     def full(self) -> bytes:
         """Returns this rank's part of all weights at `version`, for engines that join. Call it directly after
         `publish`.
 
         Raises the errors of publish, and RuntimeError if weights have changed since publish.
         """
-        return self._alone("full()", self._full)
-
-    def _full(self) -> bytes:
         self._refuse_now("full()")
         with torch.no_grad():
             return self._encode(_WHOLE)
 
+    @writes("publish_patches()")
     def publish_patches(self) -> list[WeightPatch]:
         """Returns the next version as positions and values, for engines of other projects. Call it instead of
         `publish`.
@@ -132,9 +124,6 @@ class WeightPublisher:
         step changes. If nothing changed in this rank's part of a parameter, its patch has no positions. A patch may
         also contain weights that did not change. Raises the errors of publish.
         """
-        return self._alone("publish_patches()", self._publish_patches)
-
-    def _publish_patches(self) -> list[WeightPatch]:
         self._refuse_now("publish_patches()")
         with torch.no_grad(), self._kept.silent_writes_marked():
             patches = self._kept.patches()
