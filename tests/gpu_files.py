@@ -12,9 +12,7 @@ before all tests have begun, another process continues with the remaining tests.
 
 import argparse
 import concurrent.futures
-import contextlib
 import dataclasses
-import json
 import os
 import pathlib
 import re
@@ -22,12 +20,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
+import device_processes
 import gpu_report
 
-_LONGEST = 4000  # characters of a process' output
 _FEW = 4  # with fewer processors, files run one after the other
 _FRUITLESS = 5  # consecutive processes without a test that passed, after which the rest of a file is skipped
 _START = 2  # factor on the allowed silence while a process starts
@@ -87,17 +84,16 @@ class File:
         return self._run.folder / "logs" / f"{self.name}.{process}.log"
 
     def _write(self, **line: Any) -> None:
-        with self._journal.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        device_processes.add(self._journal, **line)
 
     def _one_process(self) -> list[dict[str, Any]]:
         """Runs one process; returns the lines that it added to the journal."""
-        begin, known, log = time.monotonic(), len(gpu_report.lines(self._journal)), self._log(self._processes)
+        begin, known, log = time.monotonic(), len(device_processes.lines(self._journal)), self._log(self._processes)
         self._processes += 1
-        with log.open("wb") as file, started(self._command(), file, self._run.environment) as process:
+        with log.open("wb") as file, device_processes.started(self._command(), file, self._run.environment) as process:
             ended_by_us = self._watch(process)
         status = process.returncode if process.returncode is not None else -signal.SIGKILL
-        lines = gpu_report.lines(self._journal)[known:]
+        lines = device_processes.lines(self._journal)[known:]
         self._note(lines, status, ended_by_us, time.monotonic() - begin, log)
         return lines
 
@@ -112,9 +108,11 @@ class File:
             if size != self._size():
                 size, since, patience = self._size(), now, self._run.silence
             if now > self._run.ends:
-                return abort(process, _TIME_IS_UP)
+                device_processes.abort(process)
+                return _TIME_IS_UP
             if now - since > patience:
-                return abort(process, f"it hung: nothing came of it for {patience:g} s")
+                device_processes.abort(process)
+                return f"it hung: nothing came of it for {patience:g} s"
             time.sleep(0.05)
         return ""
 
@@ -127,7 +125,7 @@ class File:
         """Adds to the journal what the process could not write: a test that did not end, and how the process ended."""
         dead, ended, began = ([line[key] for line in lines if key in line] for key in ("dead", "ended", "began"))
         in_flight = [name for name in began if name not in ended]
-        why = ended_by_us or ending(status)
+        why = ended_by_us or device_processes.ending(status)
         if dead:
             why = f"after {began[-1]} the device is dead: {dead[0]}"
         elif status in (0, 1) and not in_flight and any("collected" in line for line in lines):
@@ -144,37 +142,8 @@ class File:
         self._write(process=status, seconds=round(seconds, 1), tests=len(began), why=why)
 
     def _failed(self, name: str, why: str, log: pathlib.Path) -> None:
-        text = _NOISE.sub("", log.read_text(errors="replace"))[-_LONGEST:]
+        text = _NOISE.sub("", log.read_text(errors="replace"))[-device_processes.LONGEST :]
         self._write(ended=name, outcome="failed", seconds=0.0, text=f"{why}; the end of the output:\n{text}")
-
-
-def ending(status: int) -> str:
-    if status < 0:
-        return f"it ended by signal {-status} ({signal.strsignal(-status)})"
-    return f"it ended with status {status}"
-
-
-@contextlib.contextmanager
-def started(command: list[str], output: Any, environment: dict[str, str]) -> Iterator["subprocess.Popen[bytes]"]:
-    """Starts a process in a new session; on exit kills it with all processes that it started."""
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
-    )
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # the driver may keep it alive
-            process.wait(5)
-
-
-def abort(process: "subprocess.Popen[bytes]", why: str) -> str:
-    """Ends the process by SIGABRT, on which pytest's faulthandler prints where each thread is. Returns `why`."""
-    process.send_signal(signal.SIGABRT)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(3)
-    return why
 
 
 def tell(file: File) -> None:
@@ -192,10 +161,6 @@ def tell(file: File) -> None:
     print(f"torch_ext: {file.name}: {numbers} in {found['seconds']} s{again}", flush=True)
 
 
-def stop(number: int, frame: Any) -> None:
-    raise SystemExit(128 + number)
-
-
 def main(options: argparse.Namespace, command: list[str]) -> None:
     at_once = len(options.files) if options.processors >= _FEW else 1
     environment = dict(os.environ)
@@ -204,8 +169,7 @@ def main(options: argparse.Namespace, command: list[str]) -> None:
     for name in ("journals", "logs"):
         (options.folder / name).mkdir(exist_ok=True)
     run = Run(command, options.folder, options.silence, environment, time.monotonic() + options.seconds)
-    signal.signal(signal.SIGTERM, stop)
-    with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
+    with device_processes.stopped_by_sigterm(), concurrent.futures.ThreadPoolExecutor(at_once) as pool:
         try:
             running = {pool.submit(file.run): file for file in (File(run, path) for path in options.files)}
             while running:

@@ -12,13 +12,9 @@ import pathlib
 import sys
 from typing import Any
 
+import device_processes
+
 _SLOWEST = 5
-
-
-def lines(journal: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the journal's lines. Leaves out a last line that is written in part so far."""
-    whole, _, _ = (journal.read_text() if journal.exists() else "").rpartition("\n")
-    return [json.loads(line) for line in whole.splitlines()]
 
 
 def tally(journal: pathlib.Path) -> dict[str, Any]:
@@ -28,7 +24,7 @@ def tally(journal: pathlib.Path) -> dict[str, Any]:
     skips: dict[str, int] = {}
     seconds: dict[str, float] = {}
     processes = []
-    for line in lines(journal):
+    for line in device_processes.lines(journal):
         if "ended" in line:
             name = line["ended"].partition("::")[2] or line["ended"]
             numbers[line["outcome"]] += 1

@@ -11,25 +11,22 @@ process adds lines of JSON, and whose parts it does not measure again:
     {"dead": "CUDA error: ..."}      why the process ends here
 """
 
-import ctypes
 import faulthandler
 import gc
 import importlib
 import json
 import os
 import pathlib
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
 
+from device_processes import DEAD, add, end_with_parent, lines
+
 from bench import bench_report
 from bench.figures import Findings
 from bench.row import Bench
-
-DEAD = 70  # exit status
-_PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 class Measured(Protocol):
@@ -56,25 +53,8 @@ def measured_by(module: str) -> Measured:
     return cast(Measured, importlib.import_module(module))
 
 
-def lines(journal: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the journal's lines. Leaves out a last line that a killed process wrote in part."""
-    whole, _, _ = (journal.read_text() if journal.exists() else "").rpartition("\n")
-    return [json.loads(line) for line in whole.splitlines()]
-
-
-def add(journal: pathlib.Path, **line: Any) -> None:
-    with journal.open("ab", buffering=0) as file:
-        file.write(json.dumps(line).encode() + b"\n")
-
-
-def _end_with_parent() -> None:
-    """Makes the kernel kill this process when the one that started it dies, however that happens: a process that goes
-    on would keep the device busy."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def main(module: str, file: str, given: str) -> None:
-    _end_with_parent()
+    end_with_parent()
     faulthandler.enable()
     rows, journal, settings = measured_by(module), pathlib.Path(file), json.loads(given)
     known = {line.get("began") for line in lines(journal)}

@@ -1,23 +1,21 @@
 """Measures the parts of a benchmark in another process, and goes on in a new one after a part that crashed, hung or
 left the device unusable: only that part's figures are missing, and its text says why."""
 
-import contextlib
 import json
 import os
 import pathlib
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import device_processes
+
 from bench import measuring_process
 from bench.figures import Figure, Findings, Skip
-
-_LONGEST = 4000  # characters of a failure's text; its end is kept
 
 
 @dataclass
@@ -58,7 +56,7 @@ class Restarts:
         self._known = 0  # lines of the journal
 
     def run(self) -> Progress:
-        with tempfile.TemporaryDirectory(prefix="torch_ext.") as folder, _stopped_by_sigterm():
+        with tempfile.TemporaryDirectory(prefix="torch_ext.") as folder, device_processes.stopped_by_sigterm():
             while self._left:
                 left = len(self._left)
                 why = self._one_process(pathlib.Path(folder))
@@ -72,14 +70,17 @@ class Restarts:
         journal, log = folder / "journal", folder / f"{self.progress.processes}.log"
         command = [sys.executable, "-m", measuring_process.__name__, self._module]
         command += [str(journal), json.dumps(self._settings)]
-        with log.open("wb") as output, _started(command, output, folder) as process:
+        # python -m imports from the current folder first, where another torch_ext may be: so it runs in `folder`.
+        paths = os.pathsep.join(os.path.abspath(path) for path in sys.path if path)
+        environment = os.environ | {"PYTHONPATH": paths}
+        with log.open("wb") as output, device_processes.started(command, output, environment, folder) as process:
             why = self._watch(process, journal, log)
         self._read(journal)
         text = f"{why}; the end of the output:\n{log.read_text(errors='replace')}"
-        began = [line["began"] for line in measuring_process.lines(journal) if "began" in line]
+        began = [line["began"] for line in device_processes.lines(journal) if "began" in line]
         if began and began[-1] in self._left:
             missing: dict[str, Any] = {"figures": [], "skips": [], "seconds": {}, "why": why, "text": text}
-            measuring_process.add(journal, ended=began[-1], **missing)
+            device_processes.add(journal, ended=began[-1], **missing)
             print(f"{began[-1]}: {why}", flush=True)
             self._read(journal)
         return text
@@ -93,18 +94,16 @@ class Restarts:
             if self._read(journal):
                 since, patience = time.monotonic(), self._patience.measuring
             if ended:
-                return _ending(process.returncode)
+                return device_processes.ending(process.returncode)
             if time.monotonic() - since > patience:
-                process.send_signal(signal.SIGABRT)  # faulthandler prints where each thread is
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(3)
+                device_processes.abort(process)
                 _echo(log, told)
                 return f"it hung: nothing came of it for {patience:g} s"
             time.sleep(0.05)
 
     def _read(self, journal: pathlib.Path) -> bool:
         """Takes what is new in the journal. Returns whether anything is."""
-        new = measuring_process.lines(journal)[self._known :]
+        new = device_processes.lines(journal)[self._known :]
         self._known += len(new)
         for line in new:
             self.progress.facts = line.get("facts", self.progress.facts)
@@ -123,7 +122,9 @@ class Restarts:
         self._changed(self.progress)
 
     def _fail(self, name: str, why: str, text: str) -> None:
-        self.progress.failures[name] = text if len(text) <= _LONGEST else f"{why} ... {text[-_LONGEST:]}"
+        self.progress.failures[name] = (
+            text if len(text) <= device_processes.LONGEST else f"{why} ... {text[-device_processes.LONGEST :]}"
+        )
         self.progress.findings.skips.append(Skip(name, f"{name}: the rest of it", f"failed: {why}"))
 
     def _give_up(self, why: str) -> None:
@@ -143,42 +144,3 @@ def _echo(log: pathlib.Path, told: int) -> int:
         sys.stdout.write(new.decode(errors="replace"))
         sys.stdout.flush()
     return told + len(new)
-
-
-def _ending(status: int) -> str:
-    if status < 0:
-        return f"it ended by signal {-status} ({signal.strsignal(-status)})"
-    return f"it ended with status {status}"
-
-
-@contextlib.contextmanager
-def _started(command: list[str], output: Any, folder: pathlib.Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """Starts a process in a new session; on exit kills it with all processes that it started. It runs in `folder`,
-    since python -m imports from the current folder first: another torch_ext may be there."""
-    paths = os.pathsep.join(os.path.abspath(path) for path in sys.path if path)
-    environment = os.environ | {"PYTHONPATH": paths}
-    nowhere = subprocess.DEVNULL
-    process = subprocess.Popen(
-        command, stdin=nowhere, stdout=output, stderr=output, env=environment, cwd=folder, start_new_session=True
-    )
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # the driver may keep it alive
-            process.wait(5)
-
-
-@contextlib.contextmanager
-def _stopped_by_sigterm() -> Iterator[None]:
-    """Within the context SIGTERM raises SystemExit, so that the running process is ended too."""
-
-    def stop(number: int, frame: Any) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

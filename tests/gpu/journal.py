@@ -11,18 +11,12 @@ tests/gpu_files.py starts these processes, and records the tests that began and 
     {"dead": "CUDA error: ..."}            why the process ends here
 """
 
-import ctypes
-import json
 import os
 import pathlib
-import signal
 from typing import Any
 
+import device_processes
 import pytest
-
-DEAD = 70  # exit status
-_PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
-_LONGEST = 4000  # characters of a failure's text; its end is kept, which has the error
 
 
 class Hooks:
@@ -38,13 +32,11 @@ class Journal:
 
     def __init__(self, file: pathlib.Path, config: pytest.Config) -> None:
         self._file, self._config = file, config
-        text = file.read_text() if file.exists() else ""
-        self._known = {line.get("began") for line in map(json.loads, text.splitlines())}
+        self._known = {line.get("began") for line in device_processes.lines(file)}
         self._reports: list[pytest.TestReport] = []
 
     def _write(self, **line: Any) -> None:
-        with self._file.open("ab", buffering=0) as file:
-            file.write(json.dumps(line).encode() + b"\n")
+        device_processes.add(self._file, **line)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -66,7 +58,7 @@ class Journal:
             if why is not None:
                 self._end(report.nodeid, f"after this test the device is dead: {why}")
                 self._write(dead=why)
-                os._exit(DEAD)  # no teardown, nothing at exit
+                os._exit(device_processes.DEAD)  # no teardown, nothing at exit
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         self._end(nodeid)
@@ -77,7 +69,10 @@ class Journal:
         if dead:
             texts.append(dead)
             print(f"\n{nodeid}", *texts, sep="\n", flush=True)  # pytest's summary will not be printed
-        text, outcome = "\n".join(texts)[-_LONGEST:], "failed" if texts or "failed" in outcomes else "passed"
+        text, outcome = (
+            "\n".join(texts)[-device_processes.LONGEST :],
+            "failed" if texts or "failed" in outcomes else "passed",
+        )
         if outcome == "passed" and "skipped" in outcomes:
             outcome, text = "skipped", _reason(self._reports[outcomes.index("skipped")])
         seconds = round(sum(report.duration for report in self._reports), 3)
@@ -99,6 +94,5 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # If tests/gpu_files.py is killed, so is this process: it would keep the device busy.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    device_processes.end_with_parent()
     config.pluginmanager.register(Journal(config.getoption("--journal"), config), "the journal")

@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 
+from device_processes import abort
+
 # Less than tests/gpu_files.py waits for a test: then the test itself reports the hang, with the process' output.
 SECONDS = 50.0
 
@@ -21,9 +23,7 @@ def run(code: str, *arguments: object, seconds: float = SECONDS, **environment: 
         text, _ = process.communicate(timeout=seconds)
         return process.returncode, text
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGABRT)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(3)
+        abort(process)
     process.kill()
     with contextlib.suppress(subprocess.TimeoutExpired):
         text, _ = process.communicate(timeout=3)

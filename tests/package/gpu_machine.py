@@ -46,7 +46,7 @@ def pretended(to: pathlib.Path, tests: dict[str, str]) -> pathlib.Path:
     """Builds a tree with tests/gpu.sh, the files that it needs and the given test files (name -> text). Its torch has a
     fake GPU; its benchmark only prints that it ran."""
     (to / "tests/gpu").mkdir(parents=True)
-    for name in ("gpu.sh", "gpu_files.py", "gpu_report.py", "gpu/conftest.py", "gpu/journal.py"):
+    for name in ("gpu.sh", "gpu_files.py", "gpu_report.py", "device_processes.py", "gpu/conftest.py", "gpu/journal.py"):
         shutil.copy(ROOT / "tests" / name, to / "tests" / name)
     texts = {f"tests/gpu/test_gpu_{name}.py": text for name, text in tests.items()}
     texts |= {"tests/gpu/torch.py": TORCH, "tests/bench/__main__.py": "print('the benchmark ran')"}
