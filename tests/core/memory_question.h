@@ -46,6 +46,16 @@ inline void PrintTo(const Case &c, std::ostream *out) {
   *out << c.id;
 }
 
+constexpr tx_memory_state kMixed = State(TX_BF16, TX_BF16, TX_F32);
+
+// Four ranks and a cap of 1000: 38400 elements in a bucket of 38400, then 1000 in one of 1024. That is 39400 elements
+// in 39424; a quarter is 9856. Three quarters, 29568, are received from the other ranks.
+inline const std::vector<tx_layout_param> kModel = {Param(1000), Param(38400)};
+
+// expected: params, grads, masters, moments, scales, steps, transient
+inline const Case kNoShard = {
+    "no_shard", kModel, kMixed, 4, 1000, TX_NO_SHARD, {39400 * 2, 39424 * 2, 39400 * 4, 39400 * 4, 0, 8, 29568 * 2}};
+
 // A planned layout and the tx_memory_args that refer to it.
 struct Question {
   explicit Question(const Case &c) : params(c.params), units(c.units) {

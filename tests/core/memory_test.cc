@@ -12,8 +12,6 @@ namespace {
 
 constexpr int64_t kLargest = INT64_MAX / 16;  // the most elements that a buffer may have
 
-constexpr tx_memory_state kMixed = State(TX_BF16, TX_BF16, TX_F32);
-
 class MemoryTest : public testing::TestWithParam<Case> {};
 
 TEST_P(MemoryTest, part_by_part) {
@@ -41,9 +39,6 @@ TEST_P(MemoryTest, part_by_part) {
   EXPECT_EQ(memory.peak, std::max(total + memory.transient, moment));
 }
 
-// Four ranks and a cap of 1000: 38400 elements in a bucket of 38400, then 1000 in one of 1024. That is 39400 elements
-// in 39424; a quarter is 9856. Three quarters, 29568, are received from the other ranks.
-const std::vector<tx_layout_param> kModel = {Param(1000), Param(38400)};
 const std::vector<tx_layout_param> kWide = {Param(1000, TX_BF16, TX_F32, TX_BF16),
                                             Param(38400, TX_BF16, TX_F32, TX_BF16)};
 const std::vector<tx_layout_param> kCoded = {Param(1000, TX_BF16, TX_BF16, TX_U8),
@@ -52,9 +47,8 @@ const std::vector<tx_layout_param> kCoded = {Param(1000, TX_BF16, TX_BF16, TX_U8
 const std::vector<tx_layout_param> kCodedWide = {Param(1000, TX_BF16, TX_F32, TX_U8),
                                                  Param(38400, TX_BF16, TX_F32, TX_U8)};
 
-// params, grads, masters, moments, scales, steps, transient
 const Case kCases[] = {
-    {"no_shard", kModel, kMixed, 4, 1000, TX_NO_SHARD, {39400 * 2, 39424 * 2, 39400 * 4, 39400 * 4, 0, 8, 29568 * 2}},
+    kNoShard,
     {"optim", kModel, kMixed, 4, 1000, TX_OPTIM, {39424 * 2, 39424 * 2, 9856 * 4, 9856 * 4, 0, 8, 29568 * 2}},
     {"optim_grads_packs_and_fills",
      kModel,
@@ -295,7 +289,7 @@ class MovingTest : public testing::TestWithParam<Moving> {};
 
 TEST_P(MovingTest, is_beside_parameters_and_gradients_before_there_are_states) {
   const Moving &c = GetParam();
-  Case asked = kCases[0];
+  Case asked = kNoShard;
   asked.params = c.params;
   asked.strategy = c.strategy;
   asked.world = c.world;
@@ -323,7 +317,7 @@ INSTANTIATE_TEST_SUITE_P(Cases, MovingTest, testing::ValuesIn(kMoving),
                          [](const auto &info) { return std::string(info.param.id); });
 
 TEST(Memory, a_narrow_wire_of_a_unit_is_packed_and_frozen_parameters_are_not_reduced) {
-  Case c = kCases[0];
+  Case c = kNoShard;
   c.strategy = TX_OPTIM_GRADS_PARAMS;
   c.units = {{1280, 256, TX_BF16, TX_F32, TX_U8, 0}};
   const Question question(c);
@@ -339,7 +333,7 @@ TEST(Memory, averages_are_kept_as_masters_are) {
     int64_t bytes;
   } const kAverages[] = {{TX_NONE, 0, 0}, {TX_BF16, 0, 2}, {TX_BF16, 1, 3}, {TX_F32, 0, 4}};
   for (const tx_strategy strategy : {TX_NO_SHARD, TX_OPTIM, TX_OPTIM_GRADS, TX_OPTIM_GRADS_PARAMS}) {
-    Case c = kCases[0];
+    Case c = kNoShard;
     c.strategy = strategy;
     Question question(c);
     for (const auto &average : kAverages) {
@@ -355,7 +349,7 @@ TEST(Memory, averages_are_kept_as_masters_are) {
 }
 
 TEST(Memory, a_publisher_has_a_bit_each_and_bounds_and_checksums) {
-  Case c = kCases[0];
+  Case c = kNoShard;
   c.params = {Param(1001), Param(38400), Param(77, TX_F32)};
   for (const tx_strategy strategy : {TX_NO_SHARD, TX_OPTIM, TX_OPTIM_GRADS, TX_OPTIM_GRADS_PARAMS}) {
     for (const int32_t distances : {0, 1}) {
@@ -377,175 +371,8 @@ TEST(Memory, a_publisher_has_a_bit_each_and_bounds_and_checksums) {
   }
 }
 
-TEST(Memory, slots_are_two_of_each_class_and_role) {
-  Case c = kCases[0];
-  c.params = std::vector<tx_layout_param>(5, Param(1024, TX_BF16, TX_F32, TX_BF16));
-  c.cap = 1000;
-  Question question(c);
-  question.args.slots = 1;
-  tx_memory memory = {};
-  ASSERT_EQ(tx_memory_plan(&question.args, &memory, nullptr), TX_OK);
-  EXPECT_EQ(memory.transient, 2 * 2048 * 2 + 1024 * 2) << "received whole, and packed; a gradient";
-  question.args.in_flight = 1;
-  ASSERT_EQ(tx_memory_plan(&question.args, &memory, nullptr), TX_OK);
-  EXPECT_EQ(memory.transient, 2 * 2048 * 2 + 1024 * 2);
-
-  c.params = {Param(1024 + 128 * 4), Param(512 * 5), Param(512)};
-  c.cap = 1;
-  Question mixed(c);
-  mixed.args.slots = 1;
-  ASSERT_EQ(tx_memory_plan(&mixed.args, &memory, nullptr), TX_OK);
-  EXPECT_EQ(memory.transient, (3072 + 5120 + 1024) + 512 * 5 * 2) << "one of each; classes are no larger than these";
-  c.params = {Param(512 * 9), Param(512 * 9 + 1)};
-  Question rounded(c);
-  rounded.args.slots = 1;
-  ASSERT_EQ(tx_memory_plan(&rounded.args, &memory, nullptr), TX_OK);
-  EXPECT_EQ(memory.transient, 2 * 10240 + (512 * 9 + 1) * 2) << "9216 and 10240 bytes are of one class";
-}
-
-// The plan of the same case without and with compressed messages.
-struct Plans {
-  explicit Plans(const Case &c) {
-    Question question(c);
-    EXPECT_EQ(tx_memory_plan(&question.args, &plain, nullptr), TX_OK);
-    question.args.compressed = 1;
-    EXPECT_EQ(tx_memory_plan(&question.args, &compressed, nullptr), TX_OK);
-  }
-  tx_memory plain = {}, compressed = {};
-};
-
-// Compressed parts in both directions; and if all ranks get the sums, the sums on their way back.
-TEST(Memory, compressed_messages_are_beside_the_buckets) {
-  const int64_t numel = 1 << 15;
-  Case c = kCases[0];
-  c.params = {Param(numel)};
-  c.cap = 1;
-  const struct {
-    int64_t world;
-    tx_strategy strategy;
-    int64_t both_ways, back;
-  } cases[] = {
-      {2, TX_NO_SHARD, numel, numel},
-      {4, TX_NO_SHARD, 2 * numel / 4 * 3, numel},
-      {2, TX_OPTIM, numel, 0},
-      {4, TX_OPTIM_GRADS, 2 * numel / 4 * 3, 0},
-      {1, TX_OPTIM, 0, 0},
-  };
-  for (const auto &[world, strategy, both_ways, back] : cases) {
-    c.world = world;
-    c.strategy = strategy;
-    const auto [plain, compressed] = Plans(c);
-    EXPECT_EQ(compressed.transient - plain.transient, tx_compressed_bytes(both_ways) + tx_compressed_bytes(back))
-        << world << " ranks, strategy " << strategy;
-    EXPECT_EQ(compressed.total, plain.total);
-  }
-  c.params = {Param(numel, TX_BF16, TX_F32, TX_F32)}; /* nothing is sent in bf16 */
-  const auto [plain, compressed] = Plans(c);
-  EXPECT_EQ(compressed.transient, plain.transient);
-}
-
-TEST(Memory, joined_buckets_are_two_messages_of_as_many_as_travel_together) {
-  const struct {
-    int64_t n, numel;
-  } buffers[] = {{16, 1 << 18}, {32, 1 << 18}, {32, 1 << 20}, {32, 1 << 21}, {32, 1 << 22}};
-  for (const auto &[n, numel] : buffers) {
-    Case c = kCases[0];
-    c.params = std::vector<tx_layout_param>(static_cast<size_t>(n), Param(numel));
-    c.cap = TX_NO_INT;
-    for (const tx_strategy strategy : {TX_NO_SHARD, TX_OPTIM, TX_OPTIM_GRADS}) {
-      c.strategy = strategy;
-      const Question question(c);
-      tx_memory memory = {};
-      ASSERT_EQ(tx_memory_plan(&question.args, &memory, nullptr), TX_OK);
-      const int64_t bucket = numel * 2, most = tx_coalesce_most(n * bucket, strategy != TX_NO_SHARD, 0);
-      const int64_t whole = tx_coalesce_whole(n * bucket);
-      /* 0 if it is less than two neighbouring buckets */
-      const int64_t together = !whole && most < 2 * bucket ? 0 : most;
-      // Other ranks' parts are received. A message needs memory of its own if a rank's parts of it are not contiguous.
-      const int64_t one = strategy == TX_OPTIM_GRADS ? 7 : 3, joined = strategy == TX_NO_SHARD ? 3 : 7;
-      const int64_t held = whole ? n * bucket : together;
-      const int64_t grads = strategy == TX_OPTIM_GRADS ? std::max(bucket, held) : bucket;
-      EXPECT_EQ(memory.transient, std::max(std::min<int64_t>(4, n) * bucket * one, 2 * together * joined) / 4 + grads)
-          << n << " of " << numel << ", strategy " << strategy;
-    }
-  }
-}
-
-TEST(Memory, known_messages_are_counted_as_they_are) {
-  Case c = kCases[0];
-  c.params = std::vector<tx_layout_param>(32, Param(1 << 18));
-  c.cap = TX_NO_INT;
-  const int64_t bucket = 2 << 18;
-  for (const tx_strategy strategy : {TX_NO_SHARD, TX_OPTIM, TX_OPTIM_GRADS}) {
-    c.strategy = strategy;
-    Question question(c);
-    ASSERT_EQ(question.args.n_buckets, 32);
-    const auto planned = [&](std::vector<int64_t> ends) {
-      question.args.ends = ends.data();
-      question.args.n_messages = static_cast<int64_t>(ends.size());
-      tx_memory memory = {};
-      tx_error error = {};
-      EXPECT_EQ(tx_memory_plan(&question.args, &memory, &error), TX_OK) << error.message;
-      return memory.transient;
-    };
-    std::vector<int64_t> alone, last;
-    for (int64_t b = 1; b <= 32; b++) {
-      alone.push_back(b);
-      if (b < 27 || b == 32) last.push_back(b);
-    }
-    const int64_t one = strategy == TX_OPTIM_GRADS ? 7 : 3, joined = strategy == TX_NO_SHARD ? 3 : 7;
-    const int64_t grads = strategy == TX_OPTIM_GRADS;
-    EXPECT_EQ(planned(alone), 4 * bucket * one / 4 + bucket) << "four at a time, and a gradient";
-    EXPECT_EQ(planned({8, 32}), (8 + 24) * bucket * joined / 4 + (grads ? 24 : 1) * bucket);
-    EXPECT_EQ(planned({8, 16, 30, 32}), (8 + 14) * bucket * joined / 4 + (grads ? 14 : 1) * bucket);
-    EXPECT_EQ(planned(last), 6 * bucket * joined / 4 + (grads ? 6 : 1) * bucket) << "one that is joined";
-  }
-}
-
-TEST(Memory, ends_that_are_none_are_refused) {
-  Case c = kCases[0];
-  c.params = std::vector<tx_layout_param>(4, Param(1 << 18));
-  c.params.push_back(Param(1 << 18, TX_F32)); /* in a buffer of its own */
-  c.cap = 1 << 18;
-  Question question(c);
-  question.args.n_buckets = 5;
-  for (const std::vector<int64_t> &ends : {std::vector<int64_t>{4}, {1, 1, 4, 5}, {0, 4, 5}, {4, 6}, {5}, {-1}, {}}) {
-    tx_memory memory = {};
-    tx_error error = {};
-    static const int64_t none = 0;
-    question.args.ends = ends.empty() ? &none : ends.data();
-    question.args.n_messages = static_cast<int64_t>(ends.size());
-    EXPECT_EQ(tx_memory_plan(&question.args, &memory, &error), TX_ERROR_INVALID_ARGUMENT);
-    EXPECT_NE(std::string(error.message).find("ends are not those"), std::string::npos) << error.message;
-  }
-}
-
-TEST(Memory, one_rank_joins_nothing) {
-  Case c = kCases[0];
-  c.params = std::vector<tx_layout_param>(16, Param(1 << 18));
-  c.cap = TX_NO_INT;
-  c.world = 1;
-  c.strategy = TX_OPTIM;
-  const Question question(c);
-  tx_memory memory = {};
-  ASSERT_EQ(tx_memory_plan(&question.args, &memory, nullptr), TX_OK);
-  EXPECT_EQ(memory.transient, 2 << 18) << "a gradient, as backward made it";
-}
-
-TEST(Memory, joined_buckets_that_are_compressed_take_about_as_much) {
-  Case c = kCases[0];
-  c.params = std::vector<tx_layout_param>(64, Param(1 << 18));
-  c.cap = TX_NO_INT;
-  for (const int64_t world : {2, 4}) {
-    c.world = world;
-    const auto [plain, compressed] = Plans(c);
-    EXPECT_LE(compressed.transient, plain.transient * (world == 2 ? 1.21 : 1.11)) << world;
-    EXPECT_GT(compressed.transient, plain.transient * 3 / 4) << world;
-  }
-}
-
 TEST(Memory, a_tied_parameter_counts_once) {
-  Case c = kCases[0];
+  Case c = kNoShard;
   c.params.push_back(c.params[1]);
   c.params[2].tied = 1;
   const Question question(c);
@@ -556,7 +383,7 @@ TEST(Memory, a_tied_parameter_counts_once) {
 }
 
 TEST(Memory, each_buffer_has_its_own_states) {
-  Case c = kCases[0];
+  Case c = kNoShard;
   c.params.push_back(Param(256, TX_F32));
   Question question(c);
   question.states[2] = State(TX_F32, TX_F32, TX_NONE);
@@ -567,7 +394,7 @@ TEST(Memory, each_buffer_has_its_own_states) {
 }
 
 TEST(Memory, moments_that_differ_in_a_buffer) {
-  Case c = kCases[0];
+  Case c = kNoShard;
   c.params = {Param(256 * 4), Param(130), Param(128 * 9)};
   for (const int64_t world : {1, 4}) {
     for (const tx_strategy strategy : {TX_NO_SHARD, TX_OPTIM}) {
@@ -589,7 +416,7 @@ TEST(Memory, more_ranks_never_need_more) {
   for (const tx_strategy strategy : {TX_OPTIM, TX_OPTIM_GRADS, TX_OPTIM_GRADS_PARAMS}) {
     int64_t before = INT64_MAX;
     for (const int64_t world : {1, 2, 4, 8, 64}) {
-      Case c = kCases[0];
+      Case c = kNoShard;
       c.params = {Param(1 << 20), Param(1 << 20)};
       c.strategy = strategy;
       c.world = world;
@@ -600,94 +427,6 @@ TEST(Memory, more_ranks_never_need_more) {
       before = memory.total;
     }
   }
-}
-
-struct Bad {
-  const char *id;
-  tx_status status;
-  const char *says;
-  void (*change)(Question &);
-};
-
-void PrintTo(const Bad &c, std::ostream *out) {
-  *out << c.id;
-}
-
-class MemoryBadTest : public testing::TestWithParam<Bad> {};
-
-TEST_P(MemoryBadTest, is_refused_and_nothing_is_written) {
-  Case c = kCases[0];
-  c.units = {Unit(5)};
-  Question question(c);
-  GetParam().change(question);
-  tx_memory memory = {};
-  memory.peak = -7;
-  tx_error error;
-  ASSERT_EQ(tx_memory_plan(&question.args, &memory, &error), GetParam().status);
-  EXPECT_NE(std::string(error.message).find(GetParam().says), std::string::npos) << error.message;
-  EXPECT_EQ(memory.peak, -7);
-}
-
-const Bad kBad[] = {
-    {"size_unset", TX_ERROR_INVALID_ARGUMENT, "TX_MEMORY_ARGS_INIT", [](Question &q) { q.args.size = 0; }},
-    {"averages_in_8_bits", TX_ERROR_DTYPE, "ema_dtype is uint8; legal: none, fp32, bf16, and bf16 with ema_lows",
-     [](Question &q) { q.args.ema_dtype = TX_U8; }},
-    {"averages_of_40_bits", TX_ERROR_DTYPE, "ema_dtype is fp32 with ema_lows",
-     [](Question &q) {
-       q.args.ema_dtype = TX_F32;
-       q.args.ema_lows = 1;
-     }},
-    {"layout_null", TX_ERROR_INVALID_ARGUMENT, "layout", [](Question &q) { q.args.layout = nullptr; }},
-    {"places_null", TX_ERROR_INVALID_ARGUMENT, "places", [](Question &q) { q.args.places = nullptr; }},
-    {"buckets_null", TX_ERROR_INVALID_ARGUMENT, "buckets", [](Question &q) { q.args.buckets = nullptr; }},
-    {"states_null", TX_ERROR_INVALID_ARGUMENT, "states", [](Question &q) { q.args.states = nullptr; }},
-    {"units_null", TX_ERROR_INVALID_ARGUMENT, "units", [](Question &q) { q.args.units = nullptr; }},
-    {"units_negative", TX_ERROR_INVALID_ARGUMENT, "n_units", [](Question &q) { q.args.n_units = -1; }},
-    {"unit_negative", TX_ERROR_INVALID_ARGUMENT, "units[0] has -5", [](Question &q) { q.units[0].numel = -5; }},
-    {"unit_of_no_dtype", TX_ERROR_INVALID_ARGUMENT, "none", [](Question &q) { q.units[0].param_dtype = TX_NONE; }},
-    {"unit_on_a_wire_of_no_dtype", TX_ERROR_INVALID_ARGUMENT, "in none on the wire",
-     [](Question &q) { q.units[0].wire_dtype = TX_NONE; }},
-    {"unit_more_trained_than_there_are", TX_ERROR_INVALID_ARGUMENT, "6 of them trained",
-     [](Question &q) { q.units[0].trained = 6; }},
-    {"strategy_unknown", TX_ERROR_ILLEGAL_VALUE, "optim_grads_params", [](Question &q) { q.args.strategy = 4; }},
-    {"strategy_negative", TX_ERROR_ILLEGAL_VALUE, "-1", [](Question &q) { q.args.strategy = -1; }},
-    {"gather_dtype_unknown", TX_ERROR_UNKNOWN_DTYPE, "99", [](Question &q) { q.args.gather_dtype = 99; }},
-    {"in_flight_zero", TX_ERROR_INVALID_ARGUMENT, "in_flight 0", [](Question &q) { q.args.in_flight = 0; }},
-    {"frozen_negative", TX_ERROR_INVALID_ARGUMENT, "frozen_bytes -1", [](Question &q) { q.args.frozen_bytes = -1; }},
-    {"moment_of_no_dtype", TX_ERROR_DTYPE, "states[1] has moments in none",
-     [](Question &q) { q.states[1].exp_avg_dtype = TX_NONE; }},
-    {"moment_of_another_dtype", TX_ERROR_DTYPE, "int64", [](Question &q) { q.states[1].exp_avg_sq_dtype = TX_I64; }},
-    {"master_of_another_dtype", TX_ERROR_DTYPE, "master in fp16",
-     [](Question &q) { q.states[0].master_dtype = TX_F16; }},
-    {"masters_that_differ_in_a_buffer", TX_ERROR_CONFLICT, "the masters of states[0] and states[1] differ",
-     [](Question &q) { q.states[1].master_dtype = TX_NONE; }},
-    {"layout_that_is_not_legal", TX_ERROR_INVALID_ARGUMENT, "cap 0", [](Question &q) { q.layout.cap = 0; }},
-    {"buckets_of_another_layout", TX_ERROR_MISMATCH, "1 buckets in 1 buffers",
-     [](Question &q) { q.layout.cap = 100000; }},
-    {"buckets_of_another_world", TX_ERROR_MISMATCH, "2 buckets", [](Question &q) { q.layout.world = 5; }},
-    {"bucket_overfull", TX_ERROR_MISMATCH, "2 buckets", [](Question &q) { q.buckets[0].used = 38401; }},
-    {"bucket_of_another_buffer", TX_ERROR_MISMATCH, "1 buffers", [](Question &q) { q.buckets[1].buffer = 1; }},
-    {"place_of_no_buffer", TX_ERROR_MISMATCH, "1 buffers", [](Question &q) { q.places[1].buffer = -1; }},
-    {"place_of_another_buffer", TX_ERROR_MISMATCH, "1 buffers", [](Question &q) { q.places[0].buffer = 1; }},
-    {"buffer_without_a_parameter", TX_ERROR_MISMATCH, "no parameter in buffer 1",
-     [](Question &q) {
-       q.params[0] = Param(1000, TX_F32);
-       q.buckets[0].buffer = 0;
-       q.buckets[1].buffer = 1;
-     }},
-    {"more_than_int64_counts", TX_ERROR_INVALID_ARGUMENT, "int64",
-     [](Question &q) { q.units[0].numel = INT64_MAX / 2, q.args.strategy = TX_OPTIM_GRADS_PARAMS; }},
-    {"more_frozen_than_int64_counts", TX_ERROR_INVALID_ARGUMENT, "int64",
-     [](Question &q) { q.args.frozen_bytes = INT64_MAX; }},
-};
-INSTANTIATE_TEST_SUITE_P(Cases, MemoryBadTest, testing::ValuesIn(kBad),
-                         [](const auto &info) { return std::string(info.param.id); });
-
-TEST(Memory, no_memory_to_write_is_refused) {
-  const Question question(kCases[0]);
-  EXPECT_EQ(tx_memory_plan(&question.args, nullptr, nullptr), TX_ERROR_INVALID_ARGUMENT);
-  tx_memory memory = {};
-  EXPECT_EQ(tx_memory_plan(nullptr, &memory, nullptr), TX_ERROR_INVALID_ARGUMENT);
 }
 
 }  // namespace
