@@ -1,6 +1,7 @@
 // tx_muon_momentum, compared with arithmetic in double that is independent of csrc/math.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <vector>

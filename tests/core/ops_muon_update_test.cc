@@ -1,9 +1,11 @@
 // tx_muon_update, compared with arithmetic in double that is independent of csrc/math.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <string>
 #include <vector>
 
 #include "csrc/torch_ext.h"
