@@ -61,9 +61,23 @@ typedef struct tx_share {
   int32_t count;
 } tx_share;
 
+/* How many of a vector's elements exist if `left` elements do; left may be negative.
+ *
+ * Note [clamped counts]
+ *
+ * Problem. Written as min first, max last (max(min(left, 8), 0)), nvcc 13.0's assembler makes one instruction for sm_90
+ * of the clamp and a comparison of its result with 8: VIMNMX.RELU with a predicate. It takes the predicate for
+ * left >= 8; the processor sets it where left <= 8. So a tensor's last vector was read and written as a whole one,
+ * beyond the tensor's end. Seen on an H200; tests/gpu/test_gpu_toolchain.py shows it on a device.
+ *
+ * So we take the maximum first, for which the assembler has no such instruction. tests/package/test_machine_code.py
+ * rejects code that has it. */
+TX_FN int32_t tx_existing(int32_t left) {
+  const int32_t there = left > 0 ? left : 0;
+  return there < TX_VECTOR ? there : TX_VECTOR;
+}
 TX_FN tx_share tx_share_from(int32_t tile_count, int32_t first) {
-  const int32_t left = tile_count - first;
-  const tx_share share = {first, left < 0 ? 0 : left < TX_VECTOR ? left : TX_VECTOR};
+  const tx_share share = {first, tx_existing(tile_count - first)};
   return share;
 }
 TX_FN tx_share tx_share_of_tile(int32_t tile_count, int32_t round, uint32_t lane) {

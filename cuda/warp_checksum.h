@@ -87,10 +87,7 @@ static __device__ __forceinline__ uint64_t tx_sample_of_lanes(const void *weight
   const int32_t runs = (count + (int32_t)TX_SAMPLE_STRIDE - 1) / (int32_t)TX_SAMPLE_STRIDE;
   const int32_t first = run * (int32_t)TX_SAMPLE_STRIDE + (int32_t)lane % 4 * TX_VECTOR;
   const int32_t left = run < runs ? count - first : 0;
-  tx_read_vector<2>(words, (const char *)weights + 2 * first, alignment,
-                    left < 0           ? 0
-                    : left < TX_VECTOR ? left
-                                       : TX_VECTOR);
+  tx_read_vector<2>(words, (const char *)weights + 2 * first, alignment, tx_existing(left));
   tx_checksum_take(s, words, (uint32_t)(runs - run));
   return tx_checksum_value<LANES>(s, lane);
 }

@@ -15,7 +15,7 @@
 # plan for the first 15 minutes.
 #
 # FOLDER (default bazel-bin) has libtorch_ext.so, libtorch_ext_cuda.so (there or in its folder cuda), and maybe
-# variants. Python (python3, or $TORCH_EXT_PYTHON) has torch and pytest. QUICK=1: small benchmarks. --json FILE:
+# variants, and maybe peers: Python packages of optimizers that the benchmark compares with. Python (python3, or $TORCH_EXT_PYTHON) has torch and pytest. QUICK=1: small benchmarks. --json FILE:
 # writes counts, times and failures (default: $OUT/gpu.json if $OUT is set), and the benchmarks' figures to the same
 # folder.
 set -uo pipefail
@@ -93,6 +93,7 @@ for library in "$built/libtorch_ext_cuda.so" "$built/cuda/libtorch_ext_cuda.so";
   [ ! -f "$library" ] || ln -sf "$library" "$work/path/"
 done
 export PYTHONPATH=$work/path:$root/tests/gpu:$root/tests/torch:$root/tests/distributed:$root/tests
+[ ! -d "$built/peers" ] || PYTHONPATH=$PYTHONPATH:$built/peers
 export PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN} # a failure then has its reason in the output
 unset PYTEST_ADDOPTS

@@ -76,12 +76,28 @@ static tx_status fail_with(tx_nccl_comm *comm, int which, int result, const char
   return abort_with(comm, error, message);
 }
 
-/* Under the lock: polls until NCCL has completed what it began. */
+/* Under the lock: the state of a communicator after a call that returned `result`.
+ *
+ * Note [success that is not]
+ *
+ * Problem. A call on a non-blocking communicator may return ncclSuccess while NCCL's thread still works on it:
+ * ncclCommWindowRegister of 2.27 and 2.28 returns its own result, not that of the group in which it registers. The next
+ * call is then rejected ("Attempt to use communicator before the previous operation returned ncclSuccess"), and the
+ * window, which the thread writes when it is done, is not there yet. So no result but an error is taken for the end of
+ * a call: the communicator is asked after each. */
+static int state_after(tx_nccl_comm *comm, int which, int result) {
+  int state = TX_NCCL_IN_PROGRESS;
+  if (result != TX_NCCL_SUCCESS && result != TX_NCCL_IN_PROGRESS) return result;
+  const int asked = comm->library->call.ncclCommGetAsyncError(*used_for(comm, which), &state);
+  return asked != TX_NCCL_SUCCESS ? asked : state;
+}
+
+/* Under the lock: polls until NCCL has completed what it began. result: what the call returned. */
 static tx_status poll_until_done(tx_nccl_comm *comm, int which, int result, const char *what, tx_error *error) {
   const double begin = now(), deadline = begin + comm->timeout_seconds;
-  tx_status status = TX_OK;
   long nanoseconds = 1000;
-  for (long question = 0; result == TX_NCCL_IN_PROGRESS; question++) {
+  int state = state_after(comm, which, result);
+  for (long question = 0; state == TX_NCCL_IN_PROGRESS; question++) {
     if (now() > deadline) {
       char message[512];
       (void)tx_text_format(
@@ -98,12 +114,9 @@ static tx_status poll_until_done(tx_nccl_comm *comm, int which, int result, cons
     }
     (void)pthread_mutex_lock(&comm->lock);
     if (!is_alive(comm)) return fail_aborted(comm, what, error);
-    int state = TX_NCCL_IN_PROGRESS;
-    const int asked = comm->library->call.ncclCommGetAsyncError(*used_for(comm, which), &state);
-    result = asked != TX_NCCL_SUCCESS ? asked : state;
+    state = state_after(comm, which, TX_NCCL_IN_PROGRESS);
   }
-  if (result != TX_NCCL_SUCCESS) status = fail_with(comm, which, result, what, error);
-  return status;
+  return state == TX_NCCL_SUCCESS ? TX_OK : fail_with(comm, which, state, what, error);
 }
 
 tx_status tx_nccl_run(tx_nccl_comm *comm, int which, tx_nccl_step step, void *arg, const char *what, tx_error *error) {
@@ -188,10 +201,10 @@ void tx_nccl_comm_abort(tx_nccl_comm *comm, const char *why) {
 }
 
 static int nothing(tx_nccl_comm *comm, ncclComm_t used, void *arg) {
+  (void)comm;
+  (void)used;
   (void)arg;
-  int state = TX_NCCL_SUCCESS;
-  const int asked = comm->library->call.ncclCommGetAsyncError(used, &state);
-  return asked != TX_NCCL_SUCCESS ? asked : state;
+  return TX_NCCL_SUCCESS;
 }
 
 tx_status tx_nccl_comm_check(tx_nccl_comm *comm, tx_error *error) {

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench import bench_report, optimizer_configs, peers, restarts, workload
+from bench import bench_report, gpu_peer_rows, optimizer_configs, peers, restarts, workload
 from bench.figures import Bar, Findings
 from bench.optimizer_configs import CONFIGURATIONS, Stepper
 from bench.row import Bench
@@ -275,6 +275,11 @@ def _host(bench: Bench, name: str) -> None:
     bench.add("host", what, spread(micros), Bar(100, 30, lower_is_better=True))
 
 
+def _peers(bench: Bench, name: str) -> None:
+    """Compares the share of the wall with that of an optimizer of others."""
+    gpu_peer_rows.shares(bench, name, _DEVICE, copy_of, _waited)
+
+
 # Row -> its function and the names of its parts.
 ROWS: dict[str, tuple[Callable[..., None], Sequence[str]]] = {
     "wall": (_wall, ("fp32", "bf16", "bf16_remainder", "8bit")),
@@ -282,4 +287,5 @@ ROWS: dict[str, tuple[Callable[..., None], Sequence[str]]] = {
     "torch": (_torch, tuple(_PEERS)),
     "host": (_host, ("fp32", "bf16")),
     "launches": (_launches, ("fp32", "bf16", "bf16_remainder", "8bit")),
+    "peers": (_peers, tuple(gpu_peer_rows.PEERS)),
 }

@@ -55,6 +55,8 @@ struct ncclComm {
   std::shared_ptr<Clique> clique;
   int rank, n_ranks, polls;
   int id;
+  void **late_window = nullptr;  // written when the registration is done
+  void *late_value = nullptr;
 };
 
 namespace {
@@ -89,6 +91,11 @@ void progress(Clique &clique) {
     clique.done++;
     changed.notify_all();
   }
+}
+
+// Whether what the communicator did last is done, as the last poll said. NCCL rejects other calls before.
+bool ready(const ncclComm *comm) {
+  return comm->polls == 0;
 }
 
 bool took(int result) {
@@ -209,7 +216,10 @@ int ncclCommInitRankConfig(ncclComm **comm, int n_ranks, Id id, int rank, void *
 }
 int ncclCommGetAsyncError(ncclComm *comm, int *result) {
   std::lock_guard<std::mutex> hold(lock);
-  if (comm->polls > 0) comm->polls--;
+  if (comm->polls > 0 && --comm->polls == 0 && comm->late_window) {
+    *comm->late_window = comm->late_value;
+    comm->late_window = nullptr;
+  }
   const bool waits = comm->polls > 0 || comm->clique->came < comm->n_ranks;
   const bool fails = async_error != kSuccess && (!error_of || error_of == comm->id);
   *result = fails ? async_error : waits ? kInProgress : kSuccess;
@@ -218,6 +228,7 @@ int ncclCommGetAsyncError(ncclComm *comm, int *result) {
 #ifndef FAKE_NCCL_LACKS
 int ncclCommFinalize(ncclComm *comm) {
   std::lock_guard<std::mutex> hold(lock);
+  if (!ready(comm)) return kInvalidArgument;
   finalizes++;
   note("finalize", comm);
   return kInProgress;
@@ -250,14 +261,14 @@ int ncclGroupEnd() {
   return group_result;
 }
 int ncclSend(const void *data, size_t count, int dtype, int peer, ncclComm *comm, void *stream) {
-  if (dtype != 1 || !in_group || (group_comm && group_comm != comm)) return kInvalidArgument;
+  if (dtype != 1 || !in_group || !ready(comm) || (group_comm && group_comm != comm)) return kInvalidArgument;
   group_comm = comm;
   group_stream = stream;
   group.sends.push_back({static_cast<const char *>(data), nullptr, count, peer});
   return issue_result;
 }
 int ncclRecv(void *data, size_t count, int dtype, int peer, ncclComm *comm, void *stream) {
-  if (dtype != 1 || !in_group || (group_comm && group_comm != comm)) return kInvalidArgument;
+  if (dtype != 1 || !in_group || !ready(comm) || (group_comm && group_comm != comm)) return kInvalidArgument;
   group_comm = comm;
   group_stream = stream;
   group.receives.push_back({nullptr, static_cast<char *>(data), count, peer});
@@ -285,13 +296,16 @@ int ncclMemFree(void *memory) {
   return kSuccess;
 }
 #if FAKE_NCCL_VERSION >= 22700
+// As in NCCL 2.28.9: a thread registers, but the call says that it was done.
 int ncclCommWindowRegister(ncclComm *comm, void *memory, size_t, void **window, int flags) {
   std::lock_guard<std::mutex> hold(lock);
-  if (flags != 1 || *window) return kInvalidArgument;
+  if (flags != 1 || *window || !ready(comm)) return kInvalidArgument;
   windows++;
   note("window", comm);
-  *window = memory;
-  return kInProgress;
+  comm->late_window = window;
+  comm->late_value = memory;
+  comm->polls = 3;
+  return kSuccess;
 }
 int ncclCommWindowDeregister(ncclComm *, void *) {
   std::lock_guard<std::mutex> hold(lock);

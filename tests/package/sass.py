@@ -20,6 +20,9 @@ ROOT = pathlib.Path(os.path.abspath(__file__)).parents[2]
 LIBRARIES = (ROOT / "cuda/libtorch_ext_cuda.so", ROOT / "bazel-bin/cuda/libtorch_ext_cuda.so")
 
 
+_PREDICATES = {f"P{i}" for i in range(7)}
+
+
 class Instruction(NamedTuple):
     """One machine instruction."""
 
@@ -40,6 +43,12 @@ class Instruction(NamedTuple):
             return 0
         sizes = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
         return next((sizes[word] for word in self.operation.split(".") if word in sizes), 4)
+
+
+def is_misread_clamp(one: Instruction) -> bool:
+    """Whether it is a minimum or maximum clamped at 0 that sets a predicate."""
+    outputs = one.operands.split(", ")[1:3]
+    return one.operation.startswith("VIMNMX") and "RELU" in one.operation and bool({*outputs} & _PREDICATES)
 
 
 def _folders() -> Iterator[str]:

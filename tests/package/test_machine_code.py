@@ -97,6 +97,26 @@ def test_every_kernel_can_be_launched(architecture: str, names: list[str]) -> No
         assert kernel["REG"] * 256 * 2 <= 65536 and kernel["SHARED"] <= 48 << 10, (name, kernel)
 
 
+def test_no_clamp_has_the_predicate_that_the_assembler_takes_for_its_opposite(names: list[str]) -> None:
+    """See Note [clamped counts] in cuda/grid.h."""
+    found = {name: [one for one in code if sass.is_misread_clamp(one)] for name, code in sass.code_of(names).items()}
+    assert {name: clamps for name, clamps in found.items() if clamps} == {}
+
+
+def test_a_misread_clamp_is_recognized() -> None:
+    """The first is nvcc 13.0's code of `c = left < 0 ? 0 : left < 8 ? left : 8; c == 8`."""
+    cases = {
+        ("VIMNMX.RELU", "R7, P0, P0, R2, 0x8, PT"): True,
+        ("VIMNMX.RELU", "R7, PT, P1, R2, 0x8, PT"): True,
+        ("VIMNMX.RELU", "R0, R2, 0x8, PT"): False,
+        ("VIMNMX.RELU", "R0, PT, PT, R2, 0x8, PT"): False,
+        ("VIMNMX.RELU", "R0, R2, 0x8, !P0"): False,
+        ("VIMNMX", "R0, RZ, R2, !PT"): False,
+    }
+    for (operation, operands), expected in cases.items():
+        assert sass.is_misread_clamp(sass.Instruction(0, False, operation, operands)) is expected, operands
+
+
 @pytest.mark.parametrize("name", LIMITS)
 def test_whole_vectors_move_in_16_bytes(name: str, kernels: dict[str, Kernel]) -> None:
     """A round of the loop reads each stream by the widest instructions that its number of bytes allows."""

@@ -202,6 +202,8 @@ def _is_rounded(target: _Target, state: dict[str, Tensor], key: str, value: Tens
             return False
     elif state[key].dtype in (value.dtype, torch.float32):
         return False
-    flat = dense.in_order_of(state[kinds.first], value).view(-1)
+    flat = dense.in_order_of(state[kinds.first], value).view(-1)  # may be on another device: a checkpoint of a GPU
     read = ranges(source_of(target.weight, state, kinds, key))
-    return not all(same_values(values, flat[begin : begin + values.numel()]) for begin, values in read)
+    return not all(
+        same_values(values, flat[begin : begin + values.numel()].to(values.device)) for begin, values in read
+    )
