@@ -15,8 +15,6 @@
 
 namespace {
 
-constexpr bool kHasExtras = TX_STEP_EXTRAS != 0;
-
 #if TX_STEP_EXTRAS
 
 /* Computed once per tensor and warp. */

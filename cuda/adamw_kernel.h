@@ -4,7 +4,6 @@
 #ifndef TX_CUDA_ADAMW_KERNEL_H
 #define TX_CUDA_ADAMW_KERNEL_H
 
-#include "cuda/adamw_prefetch.h"
 #include "cuda/adamw_vector.h"
 #include "cuda/last_block.h"
 #include "cuda/resync_vector.h"
@@ -26,10 +25,10 @@ __device__ __forceinline__ int64_t resync_tile(const tx_step_entry &e, const tx_
 }
 
 /* Steps a tile. Returns how many masters were resynced: fp32 masters that became their weights, or the elements of a
- * block whose remainders were dropped. next: the warp's next tile, to be prefetched. */
+ * block whose remainders were dropped. next: the warp's next tile, for what is read ahead. */
 template <int WEIGHT, int MOMENTS>
 __device__ __forceinline__ int64_t step_tile(const tx_step_table &t, const tx_tile &tile, const tx_tile &next,
-                                             const tensor_state &w) {
+                                             const tensor_state &w, ahead_state &ahead) {
   typedef round_ops<WEIGHT, MOMENTS> round;
   const tx_step_entry &e = t.entries[tile.tensor];
   const tx_dtype master = round::master_of(e);
@@ -50,10 +49,10 @@ __device__ __forceinline__ int64_t step_tile(const tx_step_table &t, const tx_ti
   const bool renews = master != TX_NONE && e.checksums;
   tx_checksum_sums stored = {}; /* sums over the new weights, with 16-bit remainders */
   for (int32_t i = 0; i < tx_rounds(tile.count); i++) {
-    const tx_lane_elements here = round::lane_elements_of(e, tile, i);
+    const tx_lane_elements here = round::layout::lane_elements_of(e, tile, i);
+    const ahead_round copied = round::ahead::turn(ahead, t, tile, next, i);
     uint32_t words[4];
-    prefetch_ahead<WEIGHT, MOMENTS>(t, tile, next, i);
-    round::round(t, e, w, here, {written, drops}, words);
+    round::round(t, e, w, here, copied, {written, drops}, words);
     if (master == TX_I16 && renews)
       tx_checksum_take(stored, words, tx_checksum_left(tile.count, (int32_t)(here.first - tile.begin)));
   }
@@ -100,12 +99,14 @@ __global__ void __launch_bounds__(TX_BLOCK_THREADS, 2) step(const __grid_constan
   begin_extras();
   int64_t resynced = 0;
   const int64_t tiles = tx_table_tiles(t);
+  typedef ahead_ops<WEIGHT, MOMENTS> ahead;
   tx_tile next = tile_or_none(t, tx_first_tile(), tiles);
+  ahead_state read = ahead::begin(t, next);
   for (int64_t number = tx_first_tile(); number < tiles; number += tx_tile_step()) {
-    const tx_tile tile = kPrefetches ? next : tx_table_tile(t, number);
-    if (kPrefetches) next = tile_or_none(t, number + tx_tile_step(), tiles);
+    const tx_tile tile = ahead::kReads ? next : tx_table_tile(t, number);
+    if (ahead::kReads) next = tile_or_none(t, number + tx_tile_step(), tiles);
     enter_tensor(w, t, tile.tensor, admitted, compares);
-    resynced += step_tile<WEIGHT, MOMENTS>(t, tile, next, w);
+    resynced += step_tile<WEIGHT, MOMENTS>(t, tile, next, w, read);
   }
   store_extras(t, w.tensor);
   if (tx_lane_id() == 0) tx_count(t.common.resynced, resynced);

@@ -120,6 +120,7 @@ typedef tx_table<tx_extras_common, tx_extras_entry> tx_extras_table;
 #ifndef TX_STEP_EXTRAS
 #define TX_STEP_EXTRAS 0
 #endif
+static constexpr bool kHasExtras = TX_STEP_EXTRAS != 0;
 #if TX_STEP_EXTRAS
 typedef tx_extras_entry tx_step_entry;
 typedef tx_extras_table tx_step_table;

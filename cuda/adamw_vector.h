@@ -2,49 +2,17 @@
 #ifndef TX_CUDA_ADAMW_VECTOR_H
 #define TX_CUDA_ADAMW_VECTOR_H
 
-#include "cuda/adamw_streams.h"
+#include "cuda/adamw_ahead.h"
 #include "cuda/adamw_tensor.h"
-#include "cuda/variants.h"
 
 namespace {
 
-/* A lane's elements of one round, as stored in memory. */
-struct round_data {
-  tx_raw grad, param, master, exp_avg, exp_avg_sq;
-  uint8_t exp_avg_scale, exp_avg_sq_scale; /* 0 if the lane has no elements */
-};
-
-/* What the step does about external writes to a tile of a tensor with remainders. */
-struct tile_writes {
-  bool written; /* whether its weights were written externally; only set where it is used */
-  bool drops;   /* whether its remainders are read as zeros */
-};
-
 template <int WEIGHT, int MOMENTS>
 struct round_ops {
-  /* Whether there is a fast path. Rare pairs of moments have none, which halves what is compiled. */
-  static constexpr bool kQuick = MOMENTS != TX_MOMENTS_ANY;
-
-  /* Whether rounds may be split (TX_ACCESS_HALVES), which only helps if a stream is fp32. Not with extra outputs, which
-   * are computed from whole vectors and blocks. Not with block scales, since neighbouring lanes hold a block. Not with
-   * remainders, since each lane computes its part of the weights' checksum. */
-  static constexpr bool kHalves =
-      TX_CUDA_SECTORS && !kHasExtras && kQuick && MOMENTS != TX_MOMENTS_U8 && tx_master_of_weight(WEIGHT) != TX_I16 &&
-      (MOMENTS == TX_MOMENTS_F32 || tx_param_of_weight(WEIGHT) == TX_F32 || tx_master_of_weight(WEIGHT) == TX_F32);
-  static constexpr tx_access kAccess = kHalves ? TX_ACCESS_HALVES : TX_ACCESS_WHOLE;
-
-  /* Where a lane's elements of round `round` of a tile are. */
-  static __device__ __forceinline__ tx_lane_elements lane_elements_of(const tx_step_entry &e, const tx_tile &tile,
-                                                                      int32_t round) {
-    const int32_t lane = (int32_t)(threadIdx.x % TX_WARP);
-    const bool whole = kQuick && e.aligned && tile.count - round * TX_ROUND >= TX_ROUND;
-    if (kHalves && whole) {
-      const int64_t first = tile.begin + round * TX_ROUND + lane * (TX_VECTOR / 2);
-      return tx_lane_elements{first, TX_VECTOR, TX_HALVES_GAP, true};
-    }
-    const tx_share share = tx_share_of_tile(tile.count, round, (uint32_t)lane);
-    return tx_lane_elements{tile.begin + share.first, share.count, 0, whole};
-  }
+  typedef round_layout<WEIGHT, MOMENTS> layout;
+  typedef ahead_ops<WEIGHT, MOMENTS> ahead;
+  static constexpr bool kQuick = layout::kQuick, kHalves = layout::kHalves;
+  static constexpr tx_access kAccess = layout::kAccess;
 
   static __device__ __forceinline__ tx_dtype param_of(const tx_step_entry &e) {
     return tx_param_of_weight(WEIGHT == TX_WEIGHT_ANY ? e.weight : WEIGHT);
@@ -180,9 +148,12 @@ struct round_ops {
    * zeros. */
   static __device__ __forceinline__ bool take(round_data &to, tx_stepped &x, const tx_step_table &t,
                                               const tx_step_entry &e, const tensor_state &w,
-                                              const tx_lane_elements &here, bool drops, const bool quick) {
+                                              const tx_lane_elements &here, const ahead_round &copied, bool drops,
+                                              const bool quick) {
     round_data r;
-    if (here.whole && (quick || kHalves)) {
+    if (ahead::kReads && copied.there && !w.suspect) {
+      ahead::get(r, copied);
+    } else if (here.whole && (quick || kHalves)) {
       read(r, e, kAccess, here);
     } else {
       read(r, e, TX_ACCESS_ANY, here);
@@ -210,19 +181,19 @@ struct round_ops {
     note_vector(t, e, w.extras, here, writes.written, before, now, param_of(e), master_of(e));
   }
 
-  /* Steps a round. weights: receives the new 16-bit weights, zeros beyond the tensor's end. */
+  /* Steps a round. copied: what was read of it ahead. weights: receives the new 16-bit weights, zeros beyond the tensor's end. */
   static __device__ __forceinline__ void round(const tx_step_table &t, const tx_step_entry &e, const tensor_state &w,
-                                               const tx_lane_elements &here, const tile_writes &writes,
-                                               uint32_t (&weights)[4]) {
+                                               const tx_lane_elements &here, const ahead_round &copied,
+                                               const tile_writes &writes, uint32_t (&weights)[4]) {
     const tx_dtype m_dtype = moment(e.exp_avg_dtype), v_dtype = moment(e.exp_avg_sq_dtype);
     round_data to;
     tx_stepped x;
-    const bool quick = kQuick && w.quick && take(to, x, t, e, w, here, writes.drops, true);
+    const bool quick = kQuick && w.quick && take(to, x, t, e, w, here, copied, writes.drops, true);
     if (!quick) {
       /* The fast path failed. Nothing is written yet, so the round is read again: keeping it would cost all rounds
        * registers. */
       tx_read_again();
-      (void)take(to, x, t, e, w, here, writes.drops, false);
+      (void)take(to, x, t, e, w, here, copied, writes.drops, false);
     }
     if constexpr (kHasExtras) note_extras(t, e, w, here, writes, to);
     if (here.whole) {

@@ -3,9 +3,9 @@
 #ifndef TX_CUDA_VARIANTS_H
 #define TX_CUDA_VARIANTS_H
 
-/* Warps prefetch their next elements into L2 (adamw_prefetch.h). */
-#ifndef TX_CUDA_PREFETCH
-#define TX_CUDA_PREFETCH 1
+/* Warps read their next round ahead (adamw_ahead.h). */
+#ifndef TX_CUDA_AHEAD
+#define TX_CUDA_AHEAD 1
 #endif
 
 /* If a stream is fp32, a lane's elements are in two places, so that whole sectors are written at a time

@@ -64,11 +64,10 @@ typedef struct CUstream_st *cudaStream_t;
 typedef struct CUevent_st *cudaEvent_t;
 
 namespace emulated {
-// Memory that a warp has prefetched.
-struct Ask {
+// Memory that a lane has copied into shared memory.
+struct Copied {
   const char *from;
   int64_t bytes;
-  unsigned block, warp;
 };
 struct World {
   int devices = 1;
@@ -94,7 +93,8 @@ struct World {
   int occupancy_queries = 0;
   uint32_t blocks = 0;             // blocks of the last launch
   int64_t largest_parameters = 0;  // largest size of a launch's parameters, in bytes
-  std::vector<Ask> asks;           // prefetches of all launches
+  std::vector<Copied> copied;      // asynchronous copies of all launches
+  uint32_t copies = 1;             // seed of when they are made: at once, or when a lane waits for them
 };
 extern World world;
 // Since CUDA 12, choosing a device creates its context, and so does any other work on it; this query does not.
@@ -121,8 +121,11 @@ uint64_t Exchange(uint64_t value, unsigned from);
 uint32_t Vote(bool value);
 void SyncThreads();
 void SyncWarp();
-// A prefetch of [from, from + bytes), which must be aligned to 16 bytes and be allocated.
-void AskFor(const void *from, int64_t bytes);
+// A copy of 16 or 8 bytes, to which both addresses must be aligned, into shared memory. It is made now or as late as
+// possible: when the lane waits for its group. Until then `to` has other bytes.
+void CopyAsync(void *to, const void *from, int bytes);
+void EndCopies();
+void WaitButForLast();
 unsigned Lane();
 
 template <class T>

@@ -1,0 +1,98 @@
+// What a step reads ahead into shared memory: every vector of every whole round once, of the streams that it reads. The
+// emulator makes a copy at once or as late as possible, by a seed; no bit of the result depends on it.
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "tests/cuda/adamw_pair.h"
+
+namespace {
+
+using namespace adamw_pair;
+using adamw_call::kBf16;
+using adamw_call::kBlocks;
+using adamw_call::kF32;
+using adamw_call::kRemainder;
+
+constexpr int64_t kRound = 256;  // elements
+
+class ReadAhead : public testing::TestWithParam<Combo> {
+ protected:
+  void SetUp() override { emulated::world = emulated::World(); }
+  void TearDown() override { emulated::world = emulated::World(); }
+};
+
+struct Stream {
+  const char *data;
+  int64_t bytes;
+};
+
+// The streams that the step reads; no weights beside fp32 masters.
+std::vector<Stream> StreamsOf(Param &p) {
+  std::vector<Stream> streams;
+  for (Bytes *bytes : {&p.grad, &p.exp_avg, &p.exp_avg_sq})
+    streams.push_back({reinterpret_cast<const char *>(bytes->data()), bytes->size()});
+  if (p.combo.master != TX_F32) streams.push_back({reinterpret_cast<const char *>(p.param.data()), p.param.size()});
+  if (p.combo.master != TX_NONE) streams.push_back({reinterpret_cast<const char *>(p.master.data()), p.master.size()});
+  return streams;
+}
+
+TEST_P(ReadAhead, EveryWholeRoundOnce) {
+  emulated::Use(2, 2);
+  Pair pair;
+  const std::vector<int64_t> numels = {90000, 5, 3000, 16 * 1024};
+  for (const int64_t n : numels)
+    pair.Add(GetParam(), n);
+  ASSERT_EQ(pair.Take(Arguments()), TX_OK);
+  pair.ExpectEqual();
+  std::vector<std::pair<const char *, int64_t>> copied;
+  for (const emulated::Copied &each : emulated::world.copied)
+    copied.emplace_back(each.from, each.bytes);
+  std::sort(copied.begin(), copied.end());
+  for (size_t i = 1; i < copied.size(); i++)
+    ASSERT_GE(copied[i].first, copied[i - 1].first + copied[i - 1].second) << "copied twice";
+  int64_t found = 0, expected = 0;
+  size_t tensor = 0;
+  for (Watched &w : pair.ours.params) {
+    const int64_t n = numels[tensor++];
+    for (const Stream &stream : StreamsOf(w.param)) {
+      const int64_t whole = stream.bytes / n * (n / kRound * kRound);
+      expected += whole;
+      for (const auto &[from, bytes] : copied) {
+        const bool begins_here = from >= stream.data && from < stream.data + stream.bytes;
+        ASSERT_TRUE(!begins_here || from + bytes <= stream.data + whole) << "beyond the whole rounds";
+        found += begins_here ? bytes : 0;
+      }
+    }
+  }
+  const bool reads_ahead = GetParam().exp_avg != TX_F32;
+  EXPECT_EQ(found, reads_ahead ? expected : 0);
+  EXPECT_EQ(emulated::world.copied.empty(), !reads_ahead);
+}
+
+// Each seed makes other copies late.
+TEST_P(ReadAhead, NoBitDependsOnWhenACopyIsMade) {
+  for (uint32_t seed = 2; seed < 12; seed++) {
+    emulated::world = emulated::World();
+    emulated::Use(2, 2);
+    emulated::world.copies = seed;
+    Pair pair;
+    for (const int64_t n : {20000, 300, 4096})
+      pair.Add(GetParam(), n);
+    ASSERT_EQ(pair.Take(Arguments()), TX_OK);
+    pair.ExpectEqual();
+  }
+}
+
+TEST_P(ReadAhead, WhatIsNotAlignedIsReadDirectly) {
+  Pair pair;
+  pair.Add(GetParam(), 5000, 1);
+  ASSERT_EQ(pair.Take(Arguments()), TX_OK);
+  EXPECT_TRUE(emulated::world.copied.empty());
+  pair.ExpectEqual();
+}
+
+INSTANTIATE_TEST_SUITE_P(Adamw, ReadAhead, testing::Values(kF32, kBf16, kRemainder, kBlocks),
+                         [](const auto &info) { return adamw_call::Name(info.param); });
+
+}  // namespace
