@@ -82,7 +82,7 @@ struct ahead_ops {
       if constexpr (MOMENTS == TX_MOMENTS_U8) {
         const int64_t block = tx_block_at(here);
         a.next.exp_avg_scale = e.scales[block];
-        a.next.exp_avg_sq_scale = e.scales[block + (int64_t)((uint64_t)(e.numel + TX_BLOCK - 1) / TX_BLOCK)];
+        a.next.exp_avg_sq_scale = e.root_scales[block];
       }
     }
     tx_end_copies();

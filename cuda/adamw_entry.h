@@ -40,6 +40,7 @@ void describe(tx_plain_entry &e, const tx_adamw_args *a, int64_t i) {
   e.exp_avg_sq = v.data;
   e.master = data_of(master);
   e.scales = (uint8_t *)data_of(tx_at_or_none(a->scales, i));
+  e.root_scales = e.scales + (tx_moment_is_scaled((tx_dtype)m.dtype) ? (e.numel + TX_BLOCK - 1) / TX_BLOCK : 0);
   e.checksums = data_of(tx_at_or_none(a->checksums, i));
   e.step = a->steps[i].data;
   e.id = meta.id;

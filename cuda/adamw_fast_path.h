@@ -124,20 +124,39 @@ static __device__ __forceinline__ uint32_t tx_join_bytes(const uint32_t (&words)
   return low | high;
 }
 
-/* tx_encode_block of bytes by thresholds, for vectors without NaN; in a sqrt format all values are above 0. amax_bits:
- * the pattern of the vector's amax. Exponents of codes matter modulo 16 only, so four codes are rebased at a time.
- * Returns whether raw and *scale are right; they are not if `quick` is false, or if a block may have to be doubled.
- * Every lane of the warp has to call it, and all get the same result. */
+/* tx_block_finish's doubling of four codes without signs at a time: codes of at least `doubling` get their exponent's
+ * unit added, smaller ones, which are subnormal, are added to themselves. */
+static __device__ __forceinline__ uint32_t tx_double_bytes(uint32_t codes, uint32_t doubling, const int mantissa_bits) {
+  const uint32_t exponents = codes & (0x100u - (1u << mantissa_bits)) * 0x01010101u;
+  const uint32_t normal = (((exponents & 0x7f7f7f7fu) + 0x7f7f7f7fu) | exponents) & 0x80808080u;
+  const uint32_t by = normal >> (7 - mantissa_bits) | (codes & ~((normal >> 7) * 0xffu));
+  return codes + (doubling != 0u ? by : 0u);
+}
+
+/* The largest byte of two words. */
+static __device__ __forceinline__ uint32_t tx_largest_byte(const uint32_t (&words)[2]) {
+  uint32_t bytes[8];
+#pragma unroll
+  for (int i = 0; i < 8; i++)
+    bytes[i] = words[i / 4] >> (8 * (i % 4)) & 0xffu;
+  return tx_largest_of(bytes);
+}
+
+/* tx_encode_block of bytes by thresholds, for vectors without NaN; in a sqrt format all values are above 0. amax: the
+ * pattern of the block's amax (tx_block_largest). Exponents of codes matter modulo 16 only, so four codes are rebased
+ * at a time. Returns whether `quick` is true in all lanes of the warp; if not, raw and *scale are not set. Every lane
+ * of the warp has to call it, and all get the same result. */
 static __device__ __forceinline__ bool tx_quick_encode(tx_raw &raw, uint8_t *scale, const float (&x)[TX_VECTOR],
-                                                       uint32_t amax_bits, const uint32_t (&u)[TX_VECTOR], bool quick,
+                                                       int32_t amax, const uint32_t (&u)[TX_VECTOR], bool quick,
                                                        const tx_format format) {
   const tx_block_format f = tx_block_format_of(TX_U8, format);
   const int s = 23 - f.element.mantissa_bits;
-  const int32_t amax = tx_block_largest((int32_t)amax_bits);
   const tx_block_plan plan = tx_block_plan_from(f, amax);
-  if (__any_sync(0xffffffffu, !quick || tx_block_may_double(f, plan, amax))) return false;
+  if (__any_sync(0xffffffffu, !quick)) return false;
+  const bool may_double = __any_sync(0xffffffffu, tx_block_may_double(f, plan, amax)) != 0;
   const uint32_t rebase = plan.at.rebase + (1u << 23);
   const uint32_t rebase_codes = (rebase >> s & 0x7fu) * 0x01010101u;
+  uint32_t codes[TX_VECTOR / 4], signs[TX_VECTOR / 4];
 #pragma unroll
   for (int word = 0; word < TX_VECTOR / 4; word++) {
     uint32_t sums[4];
@@ -153,14 +172,21 @@ static __device__ __forceinline__ bool tx_quick_encode(tx_raw &raw, uint8_t *sca
         sums[k] = (uint32_t)(code > least ? code : least);
       }
     }
-    uint32_t codes = tx_join_bytes(sums, s);
-    if (f.sign_bit != 0u) {
-      const uint32_t signs = tx_join_bytes(tops, 24);
-      codes = (((codes | 0x80808080u) - rebase_codes) & 0x7f7f7f7fu) | (signs & 0x80808080u);
-    }
-    raw[word] = codes & plan.keep;
+    codes[word] = tx_join_bytes(sums, s);
+    signs[word] = f.sign_bit != 0u ? tx_join_bytes(tops, 24) & 0x80808080u : 0u;
+    if (f.sign_bit != 0u) codes[word] = ((codes[word] | 0x80808080u) - rebase_codes) & 0x7f7f7f7fu;
   }
-  *scale = tx_block_scale_byte(plan, 0);
+  uint32_t doubling = 0;
+  if (may_double) { /* a tenth of the blocks */
+    doubling = tx_block_doubling(f, plan, (uint32_t)tx_block_largest((int32_t)tx_largest_byte(codes)));
+#pragma unroll
+    for (int word = 0; word < TX_VECTOR / 4; word++)
+      codes[word] = tx_double_bytes(codes[word], doubling, f.element.mantissa_bits);
+  }
+#pragma unroll
+  for (int word = 0; word < TX_VECTOR / 4; word++)
+    raw[word] = (codes[word] | signs[word]) & plan.keep;
+  *scale = tx_block_scale_byte(plan, doubling);
   return true;
 }
 

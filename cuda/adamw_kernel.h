@@ -24,6 +24,18 @@ __device__ __forceinline__ int64_t resync_tile(const tx_step_entry &e, const tx_
   return changed;
 }
 
+/* Prefetches the weights of a tile, a line of 128 bytes per lane, into L2. */
+__device__ __forceinline__ void prefetch_weights(const tx_step_table &t, const tx_tile &tile) {
+  static_assert(2 * TX_CHECKSUM <= 128 * TX_WARP, "a line per lane");
+  const int32_t at = 128 * (int32_t)tx_lane_id();
+  if (at >= 2 * tile.count) return;
+#if defined(__CUDA_ARCH__)
+  asm volatile("prefetch.global.L2 [%0];" ::"l"((const char *)t.entries[tile.tensor].param + 2 * tile.begin + at));
+#else
+  (void)t;
+#endif
+}
+
 /* Steps a tile. Returns how many masters were resynced: fp32 masters that became their weights, or the elements of a
  * block whose remainders were dropped. next: the warp's next tile, for what is read ahead. */
 template <int WEIGHT, int MOMENTS>
@@ -37,6 +49,7 @@ __device__ __forceinline__ int64_t step_tile(const tx_step_table &t, const tx_ti
   bool written = false, drops = false;
   int64_t resynced = 0;
   if (master == TX_I16 && e.checksums && (kHasExtras || t.common.resyncs)) {
+    if (TX_CUDA_WEIGHTS && ahead_ops<WEIGHT, MOMENTS>::kReads) prefetch_weights(t, next);
     const void *checksum = (const char *)e.checksums + tile.begin / TX_CHECKSUM * 8;
     written = tx_checksum_differs(checksum, tx_checksum_of(weights, e.param_alignment, tile.count, lane));
     drops = written && (!kHasExtras || t.common.resyncs);
@@ -48,13 +61,14 @@ __device__ __forceinline__ int64_t step_tile(const tx_step_table &t, const tx_ti
   }
   const bool renews = master != TX_NONE && e.checksums;
   tx_checksum_sums stored = {}; /* sums over the new weights, with 16-bit remainders */
+  uint32_t left = tx_checksum_left(tile.count, (int32_t)lane * TX_VECTOR);
   for (int32_t i = 0; i < tx_rounds(tile.count); i++) {
     const tx_lane_elements here = round::layout::lane_elements_of(e, tile, i);
     const ahead_round copied = round::ahead::turn(ahead, t, tile, next, i);
     uint32_t words[4];
     round::round(t, e, w, here, copied, {written, drops}, words);
-    if (master == TX_I16 && renews)
-      tx_checksum_take(stored, words, tx_checksum_left(tile.count, (int32_t)(here.first - tile.begin)));
+    if (master == TX_I16 && renews) tx_checksum_take(stored, words, left);
+    left -= TX_ROUND / (2 * TX_CHECKSUM_LANES);
   }
   if (renews) {
     uint64_t checksum;

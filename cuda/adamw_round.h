@@ -30,8 +30,7 @@ struct round_layout {
    * are computed from whole vectors and blocks. Not with block scales, since neighbouring lanes hold a block. Not with
    * remainders, since each lane computes its part of the weights' checksum. */
   static constexpr bool kHalves =
-      TX_CUDA_SECTORS && !kHasExtras && kQuick && MOMENTS != TX_MOMENTS_U8 &&
-      tx_master_of_weight(WEIGHT) != TX_I16 &&
+      TX_CUDA_SECTORS && !kHasExtras && kQuick && MOMENTS != TX_MOMENTS_U8 && tx_master_of_weight(WEIGHT) != TX_I16 &&
       (MOMENTS == TX_MOMENTS_F32 || tx_param_of_weight(WEIGHT) == TX_F32 || tx_master_of_weight(WEIGHT) == TX_F32);
   static constexpr tx_access kAccess = kHalves ? TX_ACCESS_HALVES : TX_ACCESS_WHOLE;
 

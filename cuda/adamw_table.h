@@ -58,10 +58,11 @@ struct tx_plain_entry {
   const void *grad;
   void *exp_avg;
   void *exp_avg_sq;
-  void *master;    /* NULL: none */
-  uint8_t *scales; /* exp_avg's, then exp_avg_sq's */
-  void *checksums; /* NULL: none */
-  void *step;      /* one fp32 */
+  void *master;         /* NULL: none */
+  uint8_t *scales;      /* exp_avg's, then exp_avg_sq's */
+  uint8_t *root_scales; /* exp_avg_sq's */
+  void *checksums;      /* NULL: none */
+  void *step;           /* one fp32 */
   int64_t id;
   uint32_t start;  /* the low half of tx_meta.start; thresholds depend on no more of it */
   uint16_t group;  /* index into the launch's table of groups */

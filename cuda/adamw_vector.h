@@ -27,10 +27,6 @@ struct round_ops {
                                         : (tx_dtype)dtype;
   }
   static __device__ __forceinline__ bool scaled(tx_dtype moment) { return moment == TX_U8 || moment == TX_F16; }
-  /* exp_avg_sq's scales follow exp_avg's, if that has some. */
-  static __device__ __forceinline__ uint8_t *root_scales(const tx_step_entry &e) {
-    return e.scales + (scaled(moment(e.exp_avg_dtype)) ? (uint64_t)(e.numel + TX_BLOCK - 1) / TX_BLOCK : 0);
-  }
 
   /* Reads weight and master, as far as the step needs them. */
   static __device__ __forceinline__ void read_weight(round_data &r, const tx_step_entry &e, const tx_access access,
@@ -53,7 +49,7 @@ struct round_ops {
     tx_get(r.exp_avg, e.exp_avg, m, access, e.exp_avg_alignment, here);
     tx_get(r.exp_avg_sq, e.exp_avg_sq, v, access, e.exp_avg_sq_alignment, here);
     r.exp_avg_scale = scaled(m) && here.count > 0 ? e.scales[tx_block_at(here)] : (uint8_t)0;
-    r.exp_avg_sq_scale = scaled(v) && here.count > 0 ? root_scales(e)[tx_block_at(here)] : (uint8_t)0;
+    r.exp_avg_sq_scale = scaled(v) && here.count > 0 ? e.root_scales[tx_block_at(here)] : (uint8_t)0;
     if (e.grad_dtype == TX_F32) {
       tx_get(r.grad, e.grad, TX_F32, access, e.grad_alignment, here);
     } else {
@@ -181,7 +177,8 @@ struct round_ops {
     note_vector(t, e, w.extras, here, writes.written, before, now, param_of(e), master_of(e));
   }
 
-  /* Steps a round. copied: what was read of it ahead. weights: receives the new 16-bit weights, zeros beyond the tensor's end. */
+  /* Steps a round. copied: what was read of it ahead. weights: receives the new 16-bit weights, zeros beyond the
+   * tensor's end. */
   static __device__ __forceinline__ void round(const tx_step_table &t, const tx_step_entry &e, const tensor_state &w,
                                                const tx_lane_elements &here, const ahead_round &copied,
                                                const tile_writes &writes, uint32_t (&weights)[4]) {
@@ -209,14 +206,17 @@ struct round_ops {
       weights[i] = to.param[i];
     uint8_t m_scale = 0, v_scale = 0;
     const int32_t rounding = t.common.moment_rounding;
+    /* Both at a time: each is a chain of four shuffles, which wait for each other. */
+    const int32_t m_amax = m_dtype == TX_U8 ? tx_block_largest((int32_t)x.m_amax) : 0;
+    const int32_t root_amax = v_dtype == TX_U8 ? tx_block_largest((int32_t)x.root_amax) : 0;
     if (m_dtype == TX_U8) {
-      m_scale = tx_round_scaled(to.exp_avg, x.m, TX_U8, TX_FORMAT_SIGNED, rounding, quick, x.m_amax, here, w.exp_avg);
+      m_scale = tx_round_scaled(to.exp_avg, x.m, TX_U8, TX_FORMAT_SIGNED, rounding, quick, m_amax, here, w.exp_avg);
     } else if (m_dtype == TX_F16) {
       m_scale = tx_round_scaled(to.exp_avg, x.m, TX_F16, TX_FORMAT_SIGNED, rounding, quick, 0, here, w.exp_avg);
     }
     if (v_dtype == TX_U8) {
-      v_scale = tx_round_scaled(to.exp_avg_sq, x.root, TX_U8, TX_FORMAT_SQRT, rounding, quick, x.root_amax, here,
-                                w.exp_avg_sq);
+      v_scale =
+          tx_round_scaled(to.exp_avg_sq, x.root, TX_U8, TX_FORMAT_SQRT, rounding, quick, root_amax, here, w.exp_avg_sq);
     } else if (v_dtype == TX_F16) {
       v_scale = tx_round_scaled(to.exp_avg_sq, x.root, TX_F16, TX_FORMAT_SQRT, rounding, quick, 0, here, w.exp_avg_sq);
     }
@@ -226,7 +226,7 @@ struct round_ops {
       write_moments(to, e, TX_ACCESS_ANY, here);
     }
     if (scaled(m_dtype)) tx_write_scale(e.scales, m_scale, here.first, here.count);
-    if (scaled(v_dtype)) tx_write_scale(root_scales(e), v_scale, here.first, here.count);
+    if (scaled(v_dtype)) tx_write_scale(e.root_scales, v_scale, here.first, here.count);
   }
 };
 

@@ -1,9 +1,9 @@
-/* Copies from device memory into shared memory that a lane starts and does not wait for (cp.async, sm_80 and newer), and
- * what a vector of a stream looks like there.
+/* Copies from device memory into shared memory that a lane starts and does not wait for (cp.async, sm_80 and newer),
+ * and what a vector of a stream looks like there.
  *
- * A lane may read what it has copied itself after its own wait, without a barrier. The copies of one stream and one warp
- * lie as the lanes read them: 16 or 8 bytes of each lane, one lane after the other, so that no two lanes meet in a bank
- * of shared memory. */
+ * A lane may read what it has copied itself after its own wait, without a barrier. The copies of one stream and one
+ * warp lie as the lanes read them: 16 or 8 bytes of each lane, one lane after the other, so that no two lanes meet in a
+ * bank of shared memory. */
 #ifndef TX_CUDA_ASYNC_COPY_H
 #define TX_CUDA_ASYNC_COPY_H
 
@@ -54,8 +54,8 @@ struct tx_vector_parts {
   static constexpr int kWarpBytes = TX_WARP * kBytes; /* one part of all lanes */
 };
 
-/* Starts the copies of the lane's vector, whose first element is `first`; returns where the next stream begins. slot: of
- * the warp. */
+/* Starts the copies of the lane's vector, whose first element is `first`; returns where the next stream begins. slot:
+ * of the warp. */
 template <int BYTES, tx_access ACCESS>
 static __device__ __forceinline__ char *tx_copy_stream(char *slot, const void *data, int64_t first) {
   typedef tx_vector_parts<BYTES, ACCESS> parts;

@@ -259,20 +259,29 @@ def _launches(bench: Bench, name: str) -> None:
         bench.add("launches", f"{what}: kernels in a step", value, Bar(most, most, lower_is_better=True), beside)
 
 
-def _host(bench: Bench, name: str) -> None:
-    """Measures the host's time until step() returns, while the device still works."""
-    ours = optimizer_configs.ours(CONFIGURATIONS[name], bench.model, bench.seed, _DEVICE)
+def _host_micros(stepper: Stepper) -> Spread:
+    """Returns the host's time until step() returns, in µs. The device waits before each step, so that the queue is
+    never full."""
     for _ in range(3):
-        ours.step()
-    torch.cuda.synchronize()
+        stepper.step()
     micros: list[float] = []
     for _ in range(_HOST_STEPS):
+        torch.cuda.synchronize()
         begin = time.perf_counter()
-        ours.step()
+        stepper.step()
         micros.append((time.perf_counter() - begin) * 1e6)
     torch.cuda.synchronize()
+    return spread(micros)
+
+
+def _host(bench: Bench, name: str) -> None:
+    """Measures the host's time of a step, with that of torch's fused AdamW in the same dtype beside."""
+    configuration = CONFIGURATIONS[name]
+    ours = optimizer_configs.ours(configuration, bench.model, bench.seed, _DEVICE)
+    theirs = peers.torch_fused(bench.model, configuration.dtype, bench.seed, _DEVICE)
     what = f"{name}: µs of the host in a step of {len(bench.model)} tensors"
-    bench.add("host", what, spread(micros), Bar(100, 30, lower_is_better=True))
+    beside = {"torch fused": _host_micros(theirs).median}
+    bench.add("host", what, _host_micros(ours), Bar(100, 30, lower_is_better=True), beside)
 
 
 def _peers(bench: Bench, name: str) -> None:

@@ -34,6 +34,7 @@ def make(shapes: Shapes, dtype: torch.dtype, seed: int, device: str = "cpu") -> 
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(_CHUNK, generator=generator)
     values[values.abs() < 1e-6] = 1.0
+    values = values.to(device)
     params = []
     for shape in shapes:
         p = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))

@@ -92,7 +92,7 @@ def sleeping_streams() -> Iterator[None]:
 
     def late_issue(self: Any, *arguments: Any) -> Any:
         with on(self._streams, arguments[-1]):
-            sleep(DEVICE)
+            sleep(DEVICE, 4 * LATE)  # longer than what uses its result, which sleeps, too
         return issue(self, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
