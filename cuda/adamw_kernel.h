@@ -115,12 +115,15 @@ __global__ void __launch_bounds__(TX_BLOCK_THREADS, 2) step(const __grid_constan
   const int64_t tiles = tx_table_tiles(t);
   typedef ahead_ops<WEIGHT, MOMENTS> ahead;
   tx_tile next = tile_or_none(t, tx_first_tile(), tiles);
-  ahead_state read = ahead::begin(t, next);
+  tensor_reads read = {};
+  if (next.count > 0) read = read_tensor(t, next.tensor, compares);
+  ahead_state copies = ahead::begin(t, next);
   for (int64_t number = tx_first_tile(); number < tiles; number += tx_tile_step()) {
-    const tx_tile tile = ahead::kReads ? next : tx_table_tile(t, number);
-    if (ahead::kReads) next = tile_or_none(t, number + tx_tile_step(), tiles);
-    enter_tensor(w, t, tile.tensor, admitted, compares);
-    resynced += step_tile<WEIGHT, MOMENTS>(t, tile, next, w, read);
+    const tx_tile tile = next;
+    next = tile_or_none(t, number + tx_tile_step(), tiles);
+    enter_tensor(w, t, tile.tensor, read, admitted);
+    if (next.count > 0) read = read_tensor(t, next.tensor, compares);
+    resynced += step_tile<WEIGHT, MOMENTS>(t, tile, next, w, copies);
   }
   store_extras(t, w.tensor);
   if (tx_lane_id() == 0) tx_count(t.common.resynced, resynced);

@@ -29,13 +29,24 @@ __device__ __forceinline__ tx_noise noise_of(const tx_step_table &t, const tx_st
   return tx_noise_at(t.common.seed, e.id, lane, (int64_t)w.before + 1, e.start);
 }
 
+/* What enter_tensor needs from memory. It is read a tile earlier: of many tensors, nearly every tile of a warp is in
+ * another one, and would begin with the memory's latency. */
+struct tensor_reads {
+  float before; /* completed steps; nothing counts them until all blocks are done */
+  bool suspect;
+};
+
 /* compares: whether the launch has compared samples. */
+__device__ __forceinline__ tensor_reads read_tensor(const tx_step_table &t, int32_t tensor, const bool compares) {
+  return tensor_reads{tx_read_value<float>(t.entries[tensor].step), compares && is_suspect(t, tensor)};
+}
+
 __device__ __forceinline__ void enter_tensor(tensor_state &w, const tx_step_table &t, int32_t tensor,
-                                             const tx_step_admission &admitted, const bool compares) {
+                                             const tensor_reads &read, const tx_step_admission &admitted) {
   if (w.tensor == tensor) return;
   store_extras(t, w.tensor);
   const tx_step_entry &e = t.entries[tensor];
-  const float before = tx_read_value<float>(e.step);
+  const float before = read.before;
   const int64_t step = (int64_t)before + 1;
   const int32_t constants_key = (int32_t)e.group << 8 | e.exp_avg_sq_dtype;
   if (w.tensor < 0 || w.constants_key != constants_key || w.before != before) {
@@ -51,7 +62,7 @@ __device__ __forceinline__ void enter_tensor(tensor_state &w, const tx_step_tabl
   w.exp_avg_sq = noise_of(t, e, w, TX_LANE_EXP_AVG_SQ);
   w.param = noise_of(t, e, w, TX_LANE_PARAM);
   enter_extras(w.extras, t, e, step);
-  w.suspect = compares && is_suspect(t, tensor);
+  w.suspect = read.suspect;
   w.tensor = tensor;
 }
 

@@ -15,6 +15,7 @@ import torch
 
 from bench import bench_report, gpu_peer_rows, optimizer_configs, peers, restarts, workload
 from bench.figures import Bar, Findings
+from bench.gpu_work import copy_of, waited
 from bench.optimizer_configs import CONFIGURATIONS, Stepper
 from bench.row import Bench
 from bench.timing import Spread, ratio, spread
@@ -123,32 +124,6 @@ def _device_facts() -> dict[str, Any]:
     }
 
 
-def _waited(step: Callable[[], object], times: int = 1) -> Callable[[], None]:
-    """Returns a function that makes several steps and then waits for the device. The time of a kernel launch is hidden
-    behind the step before it."""
-
-    def several() -> None:
-        for _ in range(times):
-            step()
-        torch.cuda.synchronize()
-
-    return several
-
-
-def copy_of(traffic: float, params: int, device: str) -> Callable[[], None]:
-    """Returns a copy on the device that reads and writes `traffic` bytes per parameter in total. The bytes are random,
-    since zeros can be faster."""
-    words = max(int(traffic * params / 2) // 8, 1)
-    generator = torch.Generator(device).manual_seed(0)
-    source = torch.randint(-(1 << 62), 1 << 62, (words,), device=device, generator=generator)
-    target = torch.zeros_like(source)
-
-    def copy() -> None:
-        target.copy_(source)
-
-    return copy
-
-
 def _wall(bench: Bench, name: str) -> None:
     """Compares the step on one flat tensor with a copy of as many bytes."""
     configuration = CONFIGURATIONS[name]
@@ -156,8 +131,8 @@ def _wall(bench: Bench, name: str) -> None:
     try:
         ours = optimizer_configs.ours(configuration, bench.flat, bench.seed, _DEVICE)
         contenders = {
-            "copy": _waited(copy_of(configuration.traffic, bench.params, _DEVICE), 3),
-            "ours": _waited(ours.step, 3),
+            "copy": waited(copy_of(configuration.traffic, bench.params, _DEVICE), 3),
+            "ours": waited(ours.step, 3),
         }
         times = bench.run(f"wall {name}", contenders, bench.rounds)
     except torch.cuda.OutOfMemoryError as error:
@@ -178,7 +153,7 @@ def _many(bench: Bench, name: str) -> None:
         "148 tensors": optimizer_configs.ours(CONFIGURATIONS[name], bench.model, bench.seed, _DEVICE),
         "one tensor": optimizer_configs.ours(CONFIGURATIONS[name], flat, bench.seed, _DEVICE),
     }
-    times = bench.run(f"many {name}", {who: _waited(o.step, 10) for who, o in made.items()}, bench.rounds)
+    times = bench.run(f"many {name}", {who: waited(o.step, 10) for who, o in made.items()}, bench.rounds)
     what = f"{name}: GPT-2's {len(bench.model)} tensors against one flat tensor"
     bench.add("many", what, ratio(times, "one tensor", "148 tensors"), Bar(0.95, 0.99))
 
@@ -222,7 +197,7 @@ def _torch(bench: Bench, name: str) -> None:
         bench.skip("torch", what, f"torch {torch.__version__} refuses it: {_first_line(refusal)}")
         return
     ours = optimizer_configs.ours(CONFIGURATIONS[of], bench.model, bench.seed, _DEVICE)
-    contenders = {"theirs": _waited(peer.step, 10), "ours": _waited(ours.step, 10)}
+    contenders = {"theirs": waited(peer.step, 10), "ours": waited(ours.step, 10)}
     times = bench.run(f"torch {name}", contenders, bench.rounds)
     bench.add("torch", f"{what}, GPT-2", ratio(times, "theirs", "ours"), bar)
 
@@ -284,11 +259,6 @@ def _host(bench: Bench, name: str) -> None:
     bench.add("host", what, _host_micros(ours), Bar(100, 30, lower_is_better=True), beside)
 
 
-def _peers(bench: Bench, name: str) -> None:
-    """Compares the share of the wall with that of an optimizer of others."""
-    gpu_peer_rows.shares(bench, name, _DEVICE, copy_of, _waited)
-
-
 # Row -> its function and the names of its parts.
 ROWS: dict[str, tuple[Callable[..., None], Sequence[str]]] = {
     "wall": (_wall, ("fp32", "bf16", "bf16_remainder", "8bit")),
@@ -296,5 +266,5 @@ ROWS: dict[str, tuple[Callable[..., None], Sequence[str]]] = {
     "torch": (_torch, tuple(_PEERS)),
     "host": (_host, ("fp32", "bf16")),
     "launches": (_launches, ("fp32", "bf16", "bf16_remainder", "8bit")),
-    "peers": (_peers, tuple(gpu_peer_rows.PEERS)),
+    "peers": (partial(gpu_peer_rows.shares, device=_DEVICE), tuple(gpu_peer_rows.PEERS)),
 }

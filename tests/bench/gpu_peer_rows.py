@@ -11,6 +11,7 @@ import torch
 
 from bench import optimizer_configs, workload
 from bench.figures import Bar
+from bench.gpu_work import copy_of, waited
 from bench.optimizer_configs import CONFIGURATIONS, Training
 from bench.peers import BETA1, BETA2, DECAY, EPS, LR
 from bench.row import Bench
@@ -77,8 +78,7 @@ def _theirs(peer: _Peer, shapes: Shapes, seed: int, device: str) -> Training:
     params = workload.make(shapes, torch.bfloat16, seed, device)
     theirs = Training(make(params, lr=LR, betas=(BETA1, BETA2), weight_decay=DECAY, **peer.options))
     try:
-        theirs.step()
-        torch.cuda.synchronize()
+        waited(theirs.step, 1)()
     except Exception as error:  # a package for another torch or Triton fails in many ways
         raise _Unavailable(
             f"its first step failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -86,14 +86,8 @@ def _theirs(peer: _Peer, shapes: Shapes, seed: int, device: str) -> Training:
     return theirs
 
 
-def shares(
-    bench: Bench,
-    name: str,
-    device: str,
-    copy_of: Callable[[float, int, str], Callable[[], None]],
-    waited: Callable[[Callable[[], object], int], Callable[[], None]],
-) -> None:
-    """Adds one figure: our share of the wall of our bytes less theirs of theirs. copy_of, waited: of cuda_rows."""
+def shares(bench: Bench, name: str, device: str) -> None:
+    """Adds one figure: our share of the wall of our bytes, less theirs of theirs."""
     peer = PEERS[name]
     what = f"{peer.what}: our share of the wall of our bytes, less theirs of theirs"
     try:

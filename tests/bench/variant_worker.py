@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from bench import cuda_rows, optimizer_configs
+from bench import optimizer_configs
+from bench.gpu_work import copy_of
 from bench.optimizer_configs import CONFIGURATIONS
 
 _CHUNK = 1 << 22  # elements, so that the int64 copies of a large tensor fit into memory with it
@@ -60,7 +61,7 @@ def main(name: str, params: str, seed: str, device: str) -> None:
         if what == "step":
             answer: float = seconds(ours.step, int(number), device)
         elif what == "copy":
-            copy = copy or cuda_rows.copy_of(configuration.traffic, int(params), device)
+            copy = copy or copy_of(configuration.traffic, int(params), device)
             answer = seconds(copy, int(number), device)
         else:
             answer = bits(ours.tensors())
