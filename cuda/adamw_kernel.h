@@ -24,18 +24,6 @@ __device__ __forceinline__ int64_t resync_tile(const tx_step_entry &e, const tx_
   return changed;
 }
 
-/* Prefetches the weights of a tile, a line of 128 bytes per lane, into L2. */
-__device__ __forceinline__ void prefetch_weights(const tx_step_table &t, const tx_tile &tile) {
-  static_assert(2 * TX_CHECKSUM <= 128 * TX_WARP, "a line per lane");
-  const int32_t at = 128 * (int32_t)tx_lane_id();
-  if (at >= 2 * tile.count) return;
-#if defined(__CUDA_ARCH__)
-  asm volatile("prefetch.global.L2 [%0];" ::"l"((const char *)t.entries[tile.tensor].param + 2 * tile.begin + at));
-#else
-  (void)t;
-#endif
-}
-
 /* Steps a tile. Returns how many masters were resynced: fp32 masters that became their weights, or the elements of a
  * block whose remainders were dropped. next: the warp's next tile, for what is read ahead. */
 template <int WEIGHT, int MOMENTS>
@@ -49,7 +37,6 @@ __device__ __forceinline__ int64_t step_tile(const tx_step_table &t, const tx_ti
   bool written = false, drops = false;
   int64_t resynced = 0;
   if (master == TX_I16 && e.checksums && (kHasExtras || t.common.resyncs)) {
-    if (TX_CUDA_WEIGHTS && ahead_ops<WEIGHT, MOMENTS>::kReads) prefetch_weights(t, next);
     const void *checksum = (const char *)e.checksums + tile.begin / TX_CHECKSUM * 8;
     written = tx_checksum_differs(checksum, tx_checksum_of(weights, e.param_alignment, tile.count, lane));
     drops = written && (!kHasExtras || t.common.resyncs);

@@ -7,7 +7,7 @@
 #ifndef TX_CUDA_ASYNC_COPY_H
 #define TX_CUDA_ASYNC_COPY_H
 
-#include "cuda/adamw_streams.h"
+#include "cuda/vector_forms.h"
 
 /* Copies BYTES bytes, 16 or 8, to which both addresses are aligned. */
 template <int BYTES>
@@ -43,34 +43,31 @@ static __device__ __forceinline__ void tx_wait_but_for_last() {
 #endif
 }
 
-/* The parts of a lane's vector of elements of BYTES bytes: how many bytes each has, and how many elements of the stream
- * lie between their beginnings. */
-template <int BYTES, tx_access ACCESS>
+/* The parts of a lane's vector of elements of BYTES bytes. */
+template <int BYTES>
 struct tx_vector_parts {
-  static constexpr int kAll = TX_VECTOR * BYTES;
-  static constexpr int kBytes = ACCESS == TX_ACCESS_HALVES ? kAll / 2 : kAll < 16 ? kAll : 16;
-  static constexpr int kCount = kAll / kBytes;
-  static constexpr int64_t kApart = ACCESS == TX_ACCESS_HALVES ? TX_ROUND / 2 : kBytes / BYTES;
+  static constexpr int kBytes = TX_VECTOR * BYTES < 16 ? TX_VECTOR * BYTES : 16; /* of one part */
+  static constexpr int kCount = TX_VECTOR * BYTES / kBytes;
   static constexpr int kWarpBytes = TX_WARP * kBytes; /* one part of all lanes */
 };
 
 /* Starts the copies of the lane's vector, whose first element is `first`; returns where the next stream begins. slot:
  * of the warp. */
-template <int BYTES, tx_access ACCESS>
+template <int BYTES>
 static __device__ __forceinline__ char *tx_copy_stream(char *slot, const void *data, int64_t first) {
-  typedef tx_vector_parts<BYTES, ACCESS> parts;
+  typedef tx_vector_parts<BYTES> parts;
   char *const to = slot + threadIdx.x % TX_WARP * parts::kBytes;
   const char *const from = (const char *)data + BYTES * first;
 #pragma unroll
   for (int i = 0; i < parts::kCount; i++)
-    tx_copy_async<parts::kBytes>(to + i * parts::kWarpBytes, from + i * BYTES * parts::kApart);
+    tx_copy_async<parts::kBytes>(to + i * parts::kWarpBytes, from + i * parts::kBytes);
   return slot + parts::kCount * parts::kWarpBytes;
 }
 
 /* Reads what tx_copy_stream has copied. */
-template <int BYTES, tx_access ACCESS>
+template <int BYTES>
 static __device__ __forceinline__ const char *tx_copied_stream(tx_raw &raw, const char *slot) {
-  typedef tx_vector_parts<BYTES, ACCESS> parts;
+  typedef tx_vector_parts<BYTES> parts;
   const char *const from = slot + threadIdx.x % TX_WARP * parts::kBytes;
 #pragma unroll
   for (int i = 0; i < parts::kCount; i++) {

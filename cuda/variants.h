@@ -8,12 +8,6 @@
 #define TX_CUDA_AHEAD 1
 #endif
 
-/* Warps prefetch the weights of their next tile into L2, since a tile begins with the checksum of all its weights
- * (adamw_kernel.h). */
-#ifndef TX_CUDA_WEIGHTS
-#define TX_CUDA_WEIGHTS 1
-#endif
-
 /* If a stream is fp32, a lane's elements are in two places, so that whole sectors are written at a time
  * (adamw_streams.h). */
 #ifndef TX_CUDA_SECTORS

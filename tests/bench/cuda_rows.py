@@ -259,6 +259,10 @@ def _host(bench: Bench, name: str) -> None:
     bench.add("host", what, _host_micros(ours), Bar(100, 30, lower_is_better=True), beside)
 
 
+def _peers(bench: Bench, name: str) -> None:
+    gpu_peer_rows.shares(bench, name, _DEVICE)
+
+
 # Row -> its function and the names of its parts.
 ROWS: dict[str, tuple[Callable[..., None], Sequence[str]]] = {
     "wall": (_wall, ("fp32", "bf16", "bf16_remainder", "8bit")),
@@ -266,5 +270,5 @@ ROWS: dict[str, tuple[Callable[..., None], Sequence[str]]] = {
     "torch": (_torch, tuple(_PEERS)),
     "host": (_host, ("fp32", "bf16")),
     "launches": (_launches, ("fp32", "bf16", "bf16_remainder", "8bit")),
-    "peers": (partial(gpu_peer_rows.shares, device=_DEVICE), tuple(gpu_peer_rows.PEERS)),
+    "peers": (_peers, tuple(gpu_peer_rows.PEERS)),
 }

@@ -248,7 +248,7 @@ def test_a_benchmark_that_is_killed_leaves_its_figures(number: int, tmp_path: pa
 def test_every_part_has_a_name_and_can_be_named() -> None:
     settings = SETTINGS | {"quick": False}
     names = list(cuda_rows.parts(settings))
-    assert names[:4] == [f"wall {name}" for name in CONFIGURATIONS] and len(set(names)) == len(names) == 15
+    assert names[:4] == [f"wall {name}" for name in CONFIGURATIONS] and len(set(names)) == len(names) == 18
     assert list(cuda_rows.parts(settings | {"variants": "/v"})) == [f"variants {name}" for name in CONFIGURATIONS]
     assert cuda_rows.bench(settings, Findings()).params == 1_000_000_000
     assert cuda_rows.bench(settings | {"variants": "/v"}, Findings()).params == 1 << 28
@@ -266,6 +266,8 @@ def test_a_part_for_a_device_runs_on_the_cpu(part: str, monkeypatch: pytest.Monk
         assert [skip.why for skip in findings.skips] == ["torch.profiler saw none of ours"] * 2
     elif part == "torch bf16_states" and findings.skips:
         assert "refuses it" in findings.skips[0].why
+    elif "peers" in part and findings.skips:
+        assert "cannot be imported" in findings.skips[0].why or "its first step failed" in findings.skips[0].why
     else:
         (figure,) = findings.figures
         assert figure.row == part.split()[0] and figure.value.median > 0 and not findings.skips

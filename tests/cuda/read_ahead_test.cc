@@ -1,5 +1,6 @@
-// What a step reads ahead into shared memory: every vector of every whole round once, of the streams that it reads. The
-// emulator makes a copy at once or as late as possible, by a seed; no bit of the result depends on it.
+// What a step reads ahead into shared memory: every vector of every whole round once, of the streams that it reads; with
+// fp32 masters or moments nothing. The emulator makes a copy at once or as late as possible, by a seed; no bit of the
+// result depends on it.
 #include <algorithm>
 #include <utility>
 #include <vector>
@@ -65,7 +66,7 @@ TEST_P(ReadAhead, EveryWholeRoundOnce) {
       }
     }
   }
-  const bool reads_ahead = GetParam().exp_avg != TX_F32;
+  const bool reads_ahead = GetParam().exp_avg != TX_F32 && GetParam().master != TX_F32;
   EXPECT_EQ(found, reads_ahead ? expected : 0);
   EXPECT_EQ(emulated::world.copied.empty(), !reads_ahead);
 }
