@@ -1,6 +1,6 @@
-// What a step reads ahead into shared memory: every vector of every whole round once, of the streams that it reads; with
-// fp32 masters or moments nothing. The emulator makes a copy at once or as late as possible, by a seed; no bit of the
-// result depends on it.
+// What a step reads ahead into shared memory: every vector of every whole round once, of the streams that it reads, and
+// nothing with fp32 masters or moments. The emulator makes a copy at once or as late as possible, by a seed; no bit of
+// the result depends on it.
 #include <algorithm>
 #include <utility>
 #include <vector>
