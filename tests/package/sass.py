@@ -88,11 +88,11 @@ def usage(architecture: str = "sm_90") -> dict[str, dict[str, int]]:
     return {name: {key: int(value) for key, value in re.findall(r"(\w+):(\d+)", fields)} for name, fields in found}
 
 
-def code_of(names: Sequence[str]) -> dict[str, list[Instruction]]:
+def code_of(names: Sequence[str], architecture: str = "sm_90") -> dict[str, list[Instruction]]:
     """Returns the instructions of kernels, by mangled name."""
     found: dict[str, list[Instruction]] = {}
     current: list[Instruction] = []
-    for line in cuobjdump("-sass", "-fun", ",".join(names)).splitlines():
+    for line in cuobjdump("-sass", "-fun", ",".join(names), architecture=architecture).splitlines():
         if function := re.match(r"\s*Function : (\S+)", line):
             current = found.setdefault(function[1], [])
         elif m := re.match(r"\s*/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)\s*(.*?);", line):
