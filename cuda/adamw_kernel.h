@@ -37,8 +37,8 @@ __device__ __forceinline__ int64_t step_tile(const tx_step_table &t, const tx_ti
   bool written = false, drops = false;
   int64_t resynced = 0;
   if (master == TX_I16 && e.checksums && (kHasExtras || t.common.resyncs)) {
-    const void *checksum = (const char *)e.checksums + tile.begin / TX_CHECKSUM * 8;
-    written = tx_checksum_differs(checksum, tx_checksum_of(weights, e.param_alignment, tile.count, lane));
+    const uint64_t stored = tx_stored_checksum((const char *)e.checksums + tile.begin / TX_CHECKSUM * 8);
+    written = stored != tx_checksum_of(weights, e.param_alignment, tile.count, lane);
     drops = written && (!kHasExtras || t.common.resyncs);
     resynced = drops ? tile.count : 0;
   }
@@ -47,20 +47,20 @@ __device__ __forceinline__ int64_t step_tile(const tx_step_table &t, const tx_ti
     if (resynced != 0) note_resynced(t, tile.tensor);
   }
   const bool renews = master != TX_NONE && e.checksums;
-  tx_checksum_sums stored = {}; /* sums over the new weights, with 16-bit remainders */
+  tx_checksum_sums sums = {}; /* over the new weights, with 16-bit remainders */
   uint32_t left = tx_checksum_left(tile.count, (int32_t)lane * TX_VECTOR);
   for (int32_t i = 0; i < tx_rounds(tile.count); i++) {
     const tx_lane_elements here = round::layout::lane_elements_of(e, tile, i);
     const ahead_round copied = round::ahead::turn(ahead, t, tile, next, i);
     uint32_t words[4];
     round::round(t, e, w, here, copied, {written, drops}, words);
-    if (master == TX_I16 && renews) tx_checksum_take(stored, words, left);
+    if (master == TX_I16 && renews) tx_checksum_take(sums, words, left);
     left -= TX_ROUND / (2 * TX_CHECKSUM_LANES);
   }
   if (renews) {
     uint64_t checksum;
     if (master == TX_I16) {
-      checksum = tx_checksum_value(stored, lane);
+      checksum = tx_checksum_value(sums, lane);
     } else {
       __syncwarp();
       checksum = e.numel > TX_SAMPLED ? tx_sample_of(weights, e.param_alignment, tile.count, lane)

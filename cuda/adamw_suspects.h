@@ -40,7 +40,8 @@ __device__ __forceinline__ bool full_checksum_differs(const tx_step_table &t, in
   const tx_tile tile = tx_table_tile(t, number);
   const tx_step_entry &e = t.entries[tile.tensor];
   const char *const weights = (const char *)e.param + 2 * tile.begin;
-  return tx_checksum_differs(e.checksums, tx_checksum_of(weights, e.param_alignment, tile.count, lane));
+  const uint64_t stored = tx_stored_checksum(e.checksums);
+  return stored != tx_checksum_of(weights, e.param_alignment, tile.count, lane);
 }
 
 /* Compares tiles `number` to number + kSamplesPerWarp - 1, as far as they are below `end`. */
@@ -50,10 +51,12 @@ __device__ __forceinline__ void compare(const tx_step_table &t, int64_t number, 
   const tx_tile tile = tx_table_tile(t, mine < end ? mine : number);
   const tx_step_entry &e = t.entries[tile.tensor];
   const bool there = mine < end && e.checksums, whole = e.numel <= TX_SAMPLED;
+  const bool sampled = there && !whole;
+  const uint64_t stored =
+      sampled ? tx_stored_checksum((const char *)e.checksums + tile.begin / TX_SAMPLED * 8) : UINT64_C(0);
   const uint64_t checksum = tx_sample_of_lanes<kSampleLanes>((const char *)e.param + 2 * tile.begin, e.param_alignment,
-                                                             there && !whole ? tile.count : 0, lane % kSampleLanes);
-  bool differs =
-      there && !whole && tx_checksum_differs((const char *)e.checksums + tile.begin / TX_SAMPLED * 8, checksum);
+                                                             sampled ? tile.count : 0, lane % kSampleLanes);
+  bool differs = sampled && stored != checksum;
   const uint32_t wholes = __ballot_sync(0xffffffffu, there && whole);
   for (int32_t i = 0; wholes != 0u && i < kSamplesPerWarp; i++) {
     if ((wholes >> (i * kSampleLanes) & 1u) == 0u) continue;

@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(TX_BLOCK_THREADS) compare_samples(const __grid
     if (lane != 0) continue;
     if (t.common.mode == TX_CHECKSUM_RENEW) {
       tx_write_value(at, checksum);
-    } else if (tx_checksum_differs(at, checksum)) {
+    } else if (tx_stored_checksum(at) != checksum) {
       t.common.notes[e.index] = 1; /* several warps may write it at a time, all of them 1 */
     }
   }
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(TX_BLOCK_THREADS) compare_remainders(const __g
     void *const at = (char *)e.checksums + tile.begin / TX_CHECKSUM * 8;
     const uint64_t checksum =
         tx_checksum_of((const char *)e.param + 2 * tile.begin, e.param_alignment, tile.count, lane);
-    const bool differs = t.common.mode != TX_CHECKSUM_RENEW && tx_checksum_differs(at, checksum);
+    const bool differs = t.common.mode != TX_CHECKSUM_RENEW && tx_stored_checksum(at) != checksum;
     for (int32_t round = 0; differs && t.common.mode == TX_CHECKSUM_RESYNC && round < tx_rounds(tile.count); round++) {
       const uint32_t zeros[TX_VECTOR_WORDS(2)] = {};
       const tx_share share = tx_share_of_tile(tile.count, round, lane);

@@ -65,9 +65,9 @@ struct rates_of_runs {
 /* Whether a tile with remainders was written externally. Every lane of the warp has to call it. */
 __device__ __forceinline__ bool is_written(const entry &e, const tx_tile &tile) {
   if (e.master_dtype != TX_I16 || !e.checksums) return false;
-  const void *const at = (const char *)e.checksums + tile.begin / TX_CHECKSUM * 8;
+  const uint64_t stored = tx_stored_checksum((const char *)e.checksums + tile.begin / TX_CHECKSUM * 8);
   const void *const weights = (const char *)e.param + 2 * tile.begin;
-  return tx_checksum_differs(at, tx_checksum_of(weights, e.param_alignment, tile.count, tx_lane_id()));
+  return stored != tx_checksum_of(weights, e.param_alignment, tile.count, tx_lane_id());
 }
 
 /* Returns how many weights are in a block whose remainders were dropped. */

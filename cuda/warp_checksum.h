@@ -96,9 +96,10 @@ static __device__ __forceinline__ uint64_t tx_sample_of(const void *weights, uin
   return tx_sample_of_lanes<TX_WARP>(weights, alignment, count, lane);
 }
 
-/* Whether the checksum stored at `at` differs. */
-static __device__ __forceinline__ bool tx_checksum_differs(const void *at, uint64_t checksum) {
-  return tx_read_value<uint64_t>(at) != checksum;
+/* The checksum stored at `at`. Where time counts it is read before the weights that it is compared with, so that both
+ * reads are under way at a time. */
+static __device__ __forceinline__ uint64_t tx_stored_checksum(const void *at) {
+  return tx_read_value<uint64_t>(at);
 }
 
 #endif
