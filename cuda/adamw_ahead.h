@@ -11,11 +11,11 @@
  * gained nothing.
  *
  * On an H200 a step of bf16 moments and remainders takes 3 % less time with it, one of 8-bit moments 13 %. With fp32
- * masters or moments, of which a round has more bytes, it gained nothing, so these kernels read directly. Prefetching
+ * masters or moments, of which a round has more bytes, it gained nothing, so their kernels read directly. Prefetching
  * into L2, 4 KB of each stream at a time (cp.async.bulk.prefetch.L2), took a third more time than reading directly.
  *
- * Rounds of whole aligned vectors with 16-bit gradients are read ahead, others directly. So are tensors whose fp32
- * masters are resynced in this step, since these change between the copy and the round. Included by adamw_vector.h. */
+ * Rounds of whole aligned vectors with 16-bit gradients are read ahead, others directly. Nothing changes a round
+ * between its copy and its step: only the warp itself writes its tiles. Included by adamw_vector.h. */
 #ifndef TX_CUDA_ADAMW_AHEAD_H
 #define TX_CUDA_ADAMW_AHEAD_H
 
@@ -40,34 +40,28 @@ struct ahead_state {
 template <int WEIGHT, int MOMENTS>
 struct ahead_ops {
   typedef round_layout<WEIGHT, MOMENTS> layout;
-  static constexpr tx_dtype kParam = tx_param_of_weight(WEIGHT), kMaster = tx_master_of_weight(WEIGHT);
-  static constexpr tx_dtype kMoment = MOMENTS == TX_MOMENTS_BF16 ? TX_BF16 : TX_U8;
-  /* 0: not read. Weights are not read if there are fp32 masters. */
-  static constexpr int kMasterBytes = kMaster == TX_NONE ? 0 : tx_bytes_of(kMaster);
-  static constexpr int kParamBytes = kMaster == TX_F32 ? 0 : tx_bytes_of(kParam);
-  static constexpr int kMomentBytes = tx_bytes_of(kMoment), kGradBytes = 2;
-  static constexpr int kSlot = TX_ROUND * (kParamBytes + kMasterBytes + 2 * kMomentBytes + kGradBytes);
 
   /* Whether the kernel reads ahead. Not with extra outputs, for which registers are short. */
-  static constexpr bool kReads = TX_CUDA_AHEAD && !kHasExtras && WEIGHT != TX_WEIGHT_ANY && kParam != TX_F32 &&
-                                 (MOMENTS == TX_MOMENTS_BF16 || MOMENTS == TX_MOMENTS_U8) && !layout::kHalves;
+  static constexpr bool kReads = TX_CUDA_AHEAD && !kHasExtras && tx_master_of_weight(WEIGHT) == TX_I16 &&
+                                 (MOMENTS == TX_MOMENTS_BF16 || MOMENTS == TX_MOMENTS_U8);
+  static constexpr int kMomentBytes = MOMENTS == TX_MOMENTS_U8 ? 1 : 2;
+  static constexpr int kSlot = TX_ROUND * (3 * 2 + 2 * kMomentBytes); /* weights, remainders, gradients; moments */
 
   /* Copies the round at `here` into the slot. */
   static __device__ __forceinline__ void copy(char *slot, const tx_step_entry &e, const tx_lane_elements &here) {
-    if constexpr (kParamBytes != 0) slot = tx_copy_stream<kParamBytes>(slot, e.param, here.first);
-    if constexpr (kMasterBytes != 0) slot = tx_copy_stream<kMasterBytes>(slot, e.master, here.first);
+    slot = tx_copy_stream<2>(slot, e.param, here.first);
+    slot = tx_copy_stream<2>(slot, e.master, here.first);
     slot = tx_copy_stream<kMomentBytes>(slot, e.exp_avg, here.first);
     slot = tx_copy_stream<kMomentBytes>(slot, e.exp_avg_sq, here.first);
-    (void)tx_copy_stream<kGradBytes>(slot, e.grad, here.first);
+    (void)tx_copy_stream<2>(slot, e.grad, here.first);
   }
 
   static __device__ __forceinline__ void get(round_data &r, const ahead_round &copied) {
-    const char *slot = copied.slot;
-    if constexpr (kParamBytes != 0) slot = tx_copied_stream<kParamBytes>(r.param, slot);
-    if constexpr (kMasterBytes != 0) slot = tx_copied_stream<kMasterBytes>(r.master, slot);
+    const char *slot = tx_copied_stream<2>(r.param, copied.slot);
+    slot = tx_copied_stream<2>(r.master, slot);
     slot = tx_copied_stream<kMomentBytes>(r.exp_avg, slot);
     slot = tx_copied_stream<kMomentBytes>(r.exp_avg_sq, slot);
-    (void)tx_copied_stream<kGradBytes>(r.grad, slot);
+    (void)tx_copied_stream<2>(r.grad, slot);
     r.exp_avg_scale = copied.exp_avg_scale;
     r.exp_avg_sq_scale = copied.exp_avg_sq_scale;
   }

@@ -147,7 +147,7 @@ struct round_ops {
                                               const tx_lane_elements &here, const ahead_round &copied, bool drops,
                                               const bool quick) {
     round_data r;
-    if (ahead::kReads && copied.there && !w.suspect) {
+    if (ahead::kReads && quick && copied.there) {
       ahead::get(r, copied);
     } else if (here.whole && (quick || kHalves)) {
       read(r, e, kAccess, here);

@@ -43,43 +43,28 @@ static __device__ __forceinline__ void tx_wait_but_for_last() {
 #endif
 }
 
-/* The parts of a lane's vector of elements of BYTES bytes. */
-template <int BYTES>
-struct tx_vector_parts {
-  static constexpr int kBytes = TX_VECTOR * BYTES < 16 ? TX_VECTOR * BYTES : 16; /* of one part */
-  static constexpr int kCount = TX_VECTOR * BYTES / kBytes;
-  static constexpr int kWarpBytes = TX_WARP * kBytes; /* one part of all lanes */
-};
-
-/* Starts the copies of the lane's vector, whose first element is `first`; returns where the next stream begins. slot:
- * of the warp. */
+/* Starts to copy the lane's vector of elements of BYTES bytes, 2 or 1, into the warp's slot; `first` is the index of
+ * its first element. Returns where the next stream begins. */
 template <int BYTES>
 static __device__ __forceinline__ char *tx_copy_stream(char *slot, const void *data, int64_t first) {
-  typedef tx_vector_parts<BYTES> parts;
-  char *const to = slot + threadIdx.x % TX_WARP * parts::kBytes;
-  const char *const from = (const char *)data + BYTES * first;
-#pragma unroll
-  for (int i = 0; i < parts::kCount; i++)
-    tx_copy_async<parts::kBytes>(to + i * parts::kWarpBytes, from + i * parts::kBytes);
-  return slot + parts::kCount * parts::kWarpBytes;
+  constexpr int kBytes = TX_VECTOR * BYTES;
+  tx_copy_async<kBytes>(slot + threadIdx.x % TX_WARP * kBytes, (const char *)data + BYTES * first);
+  return slot + TX_WARP * kBytes;
 }
 
 /* Reads what tx_copy_stream has copied. */
 template <int BYTES>
 static __device__ __forceinline__ const char *tx_copied_stream(tx_raw &raw, const char *slot) {
-  typedef tx_vector_parts<BYTES> parts;
-  const char *const from = slot + threadIdx.x % TX_WARP * parts::kBytes;
-#pragma unroll
-  for (int i = 0; i < parts::kCount; i++) {
-    if constexpr (parts::kBytes == 16) {
-      const uint4 words = *(const uint4 *)(from + i * parts::kWarpBytes);
-      memcpy(&raw[4 * i], &words, sizeof words);
-    } else {
-      const uint2 words = *(const uint2 *)(from + i * parts::kWarpBytes);
-      memcpy(&raw[2 * i], &words, sizeof words);
-    }
+  constexpr int kBytes = TX_VECTOR * BYTES;
+  const char *const from = slot + threadIdx.x % TX_WARP * kBytes;
+  if constexpr (kBytes == 16) {
+    const uint4 words = *(const uint4 *)from;
+    memcpy(raw, &words, sizeof words);
+  } else {
+    const uint2 words = *(const uint2 *)from;
+    memcpy(raw, &words, sizeof words);
   }
-  return slot + parts::kCount * parts::kWarpBytes;
+  return slot + TX_WARP * kBytes;
 }
 
 #endif
