@@ -67,8 +67,8 @@ typedef struct tx_share {
  *
  * Problem. Written as min first, max last (max(min(left, 8), 0)), nvcc 13.0's assembler makes one instruction for sm_90
  * of the clamp and a comparison of its result with 8: VIMNMX.RELU with a predicate. It takes the predicate for
- * left >= 8; the processor sets it where left <= 8. So a tensor's last vector was read and written as a whole one,
- * beyond the tensor's end. Seen on an H200; tests/gpu/test_gpu_toolchain.py shows it on a device.
+ * left >= 8; the processor sets it where left <= 8. So a tensor's last vector was read as a whole one, beyond the
+ * tensor's end. Seen on an H200.
  *
  * So we take the maximum first, for which the assembler has no such instruction. tests/package/test_machine_code.py
  * rejects code that has it. */

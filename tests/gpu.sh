@@ -14,10 +14,10 @@
 # tests end within two fifths of that. What there is no time for is counted as skipped. docs/gpu_first_run.md is a
 # plan for the first 15 minutes.
 #
-# FOLDER (default bazel-bin) has libtorch_ext.so, libtorch_ext_cuda.so (there or in its folder cuda), and maybe
-# variants, and maybe peers: Python packages of optimizers that the benchmark compares with. Python (python3, or $TORCH_EXT_PYTHON) has torch and pytest. QUICK=1: small benchmarks. --json FILE:
-# writes counts, times and failures (default: $OUT/gpu.json if $OUT is set), and the benchmarks' figures to the same
-# folder.
+# FOLDER (default bazel-bin) has libtorch_ext.so, libtorch_ext_cuda.so (there or in its folder cuda), and maybe the
+# folders variants, and peers: Python packages of optimizers that the benchmark compares with. Python (python3, or
+# $TORCH_EXT_PYTHON) has torch and pytest. QUICK=1: small benchmarks. --json FILE: writes counts, times and failures
+# (default: $OUT/gpu.json if $OUT is set), and the benchmarks' figures to the same folder.
 set -uo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 say() { printf 'torch_ext: %s\n' "$*"; }

@@ -121,9 +121,13 @@ static tx_status poll_until_done(tx_nccl_comm *comm, int which, int result, cons
 
 tx_status tx_nccl_run(tx_nccl_comm *comm, int which, tx_nccl_step step, void *arg, const char *what, tx_error *error) {
   (void)pthread_mutex_lock(&comm->lock);
-  const tx_status status = is_alive(comm)
-                               ? poll_until_done(comm, which, step(comm, *used_for(comm, which), arg), what, error)
-                               : fail_aborted(comm, what, error);
+  tx_status status;
+  if (is_alive(comm)) {
+    const int result = step ? step(comm, *used_for(comm, which), arg) : TX_NCCL_SUCCESS;
+    status = poll_until_done(comm, which, result, what, error);
+  } else {
+    status = fail_aborted(comm, what, error);
+  }
   (void)pthread_mutex_unlock(&comm->lock);
   return status;
 }
@@ -200,16 +204,9 @@ void tx_nccl_comm_abort(tx_nccl_comm *comm, const char *why) {
   (void)pthread_mutex_unlock(&comm->lock);
 }
 
-static int nothing(tx_nccl_comm *comm, ncclComm_t used, void *arg) {
-  (void)comm;
-  (void)used;
-  (void)arg;
-  return TX_NCCL_SUCCESS;
-}
-
 tx_status tx_nccl_comm_check(tx_nccl_comm *comm, tx_error *error) {
   if (!comm) return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "tx_nccl_comm_check: comm is NULL");
   for (int i = 0; i < comm->n_comms; i++)
-    TX_FORWARD(tx_nccl_run(comm, i, nothing, NULL, "communication under way", error));
+    TX_FORWARD(tx_nccl_run(comm, i, NULL, NULL, "communication under way", error));
   return TX_OK;
 }

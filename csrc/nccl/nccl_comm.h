@@ -52,7 +52,7 @@ typedef int (*tx_nccl_step)(tx_nccl_comm *comm, ncclComm_t used, void *arg);
 
 /* Makes the call and polls until NCCL has completed it on the host. An error of NCCL, or no completion before the
  * timeout, aborts the communicator. which: TX_NCCL_REDUCTIONS, or TX_NCCL_GATHERS, which may be the same communicator.
- * what: for messages. */
+ * step: NULL: makes no call, only polls. what: for messages. */
 tx_status tx_nccl_run(tx_nccl_comm *comm, int which, tx_nccl_step step, void *arg, const char *what, tx_error *error);
 
 /* Records an operation before it is issued. */

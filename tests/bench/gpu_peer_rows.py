@@ -4,7 +4,7 @@ The wall is a copy on the device of as many bytes as the optimizer has to read a
 is skipped by name."""
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +13,9 @@ from bench import optimizer_configs, workload
 from bench.figures import Bar
 from bench.gpu_work import copy_of, waited
 from bench.optimizer_configs import CONFIGURATIONS, Training
-from bench.peers import BETA1, BETA2, DECAY, EPS, LR
+from bench.peers import BETA1, BETA2, DECAY, EPS, LR, Unavailable, first_line
 from bench.row import Bench
-from bench.timing import Spread, spread
+from bench.timing import ratio, spread
 from bench.workload import Shapes
 
 _STEPS = 3
@@ -65,24 +65,18 @@ PEERS = {
 }
 
 
-class _Unavailable(Exception):
-    pass
-
-
 def _theirs(peer: _Peer, shapes: Shapes, seed: int, device: str) -> Training:
-    """Raises _Unavailable if the package is not installed or its first step fails."""
+    """Raises Unavailable if the package is not installed or its first step fails."""
     try:
         make: Callable[..., torch.optim.Optimizer] = getattr(importlib.import_module(peer.module), peer.optimizer)
     except ImportError as error:
-        raise _Unavailable(f"{peer.module} cannot be imported: {error}") from None
+        raise Unavailable(f"{peer.module} cannot be imported: {error}") from None
     params = workload.make(shapes, torch.bfloat16, seed, device)
     theirs = Training(make(params, lr=LR, betas=(BETA1, BETA2), weight_decay=DECAY, **peer.options))
     try:
         waited(theirs.step, 1)()
     except Exception as error:  # a package for another torch or Triton fails in many ways
-        raise _Unavailable(
-            f"its first step failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        ) from None
+        raise Unavailable(f"its first step failed: {first_line(error)}") from None
     return theirs
 
 
@@ -92,7 +86,7 @@ def shares(bench: Bench, name: str, device: str) -> None:
     what = f"{peer.what}: our share of the wall of our bytes, less theirs of theirs"
     try:
         theirs = _theirs(peer, bench.flat, bench.seed, device)
-    except _Unavailable as error:
+    except Unavailable as error:
         bench.skip("peers", what, error)
         return
     configuration = CONFIGURATIONS[peer.of]
@@ -105,13 +99,13 @@ def shares(bench: Bench, name: str, device: str) -> None:
     }
     times = bench.run(f"peers {name}", contenders, bench.rounds)
     share = {
-        who: [a / b for a, b in zip(times[f"copy of {who}"], times[who], strict=True)] for who in ("ours", "theirs")
+        who: [wall / own for wall, own in zip(times[f"copy of {who}"], times[who], strict=True)]
+        for who in ("ours", "theirs")
     }
-    difference: Sequence[float] = [a - b for a, b in zip(share["ours"], share["theirs"], strict=True)]
-    found: Spread = spread(list(difference))
+    found = spread([a - b for a, b in zip(share["ours"], share["theirs"], strict=True)])
     beside = {
-        "our share": spread(share["ours"]).median,
-        "their share": spread(share["theirs"]).median,
-        "their time / ours": spread([a / b for a, b in zip(times["theirs"], times["ours"], strict=True)]).median,
+        "our share": ratio(times, "copy of ours", "ours").median,
+        "their share": ratio(times, "copy of theirs", "theirs").median,
+        "their time / ours": ratio(times, "theirs", "ours").median,
     }
     bench.add("peers", what, found, Bar(0.0, 0.1), beside)

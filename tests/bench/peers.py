@@ -109,7 +109,7 @@ class Compiled:
         try:
             self.step()
         except Exception as failure:  # most often no C++ compiler, for which torch has many exception classes
-            raise Unavailable(f"torch.compile failed: {_first_line(failure)}") from None
+            raise Unavailable(f"torch.compile failed: {first_line(failure)}") from None
 
     @torch.no_grad()
     def step(self) -> None:
@@ -136,7 +136,7 @@ def deepspeed(shapes: Shapes, seed: int) -> Training:
             adam: Callable[..., Any] = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
             optimizer = adam(params, lr=LR, weight_decay=DECAY, adamw_mode=True, fp32_optimizer_states=True)
     except Exception as failure:
-        raise Unavailable(f"deepspeed's CPUAdam cannot be built: {_first_line(failure)}") from None
+        raise Unavailable(f"deepspeed's CPUAdam cannot be built: {first_line(failure)}") from None
     return Training(optimizer)
 
 
@@ -154,6 +154,7 @@ def _quiet() -> Iterator[None]:
         os.environ["PATH"] = path
 
 
-def _first_line(failure: Exception) -> str:
+def first_line(failure: Exception) -> str:
+    """Returns the failure's type and the first line of its message, shortened."""
     lines = str(failure).strip().splitlines()
     return f"{type(failure).__name__}: {lines[0] if lines else 'no message'}"[:200]

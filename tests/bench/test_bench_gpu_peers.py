@@ -55,6 +55,8 @@ def test_shares_are_of_the_bytes_of_each(name: str, bench: Bench, monkeypatch: p
         sorted(a / b for a, b in zip(times[f"copy of {who}"], times[who], strict=True))[1] for who in ("ours", "theirs")
     )
     assert (figure.beside["our share"], figure.beside["their share"]) == (ours, theirs)
+    by_round = zip(*(times[who] for who in ("copy of ours", "ours", "copy of theirs", "theirs")), strict=True)
+    assert figure.value.median == sorted(a / b - c / d for a, b, c, d in by_round)[1]
     assert figure.beside["their time / ours"] > 1 and min(times["theirs"]) >= 3 * 0.02
     assert figure.bar is not None and figure.bar.at_least == 0
 

@@ -145,6 +145,7 @@ inline tx_adamw_args Arguments() {
   return args;
 }
 
+inline const adamw_call::Combo kBlocksAndMasters = {TX_BF16, TX_F32, TX_BF16, TX_U8, TX_U8};
 inline const adamw_call::Combo kHalf = {TX_F16, TX_F32, TX_F16, TX_F32, TX_F32};
 
 }  // namespace adamw_pair

@@ -113,8 +113,6 @@ TEST_P(Checksums, AreLookedAtByThemselves) {
 
 const Combo kMixedMoments = {TX_BF16, TX_F32, TX_BF16, TX_F32, TX_BF16};  // stepped by the kernel for any moments
 
-const Combo kBlocksAndMasters = {TX_BF16, TX_F32, TX_BF16, TX_U8, TX_U8};
-
 INSTANTIATE_TEST_SUITE_P(External, Checksums,
                          testing::Values(kRemainder, kBlocks, kBf16, kHalf, kMixedMoments, kBlocksAndMasters),
                          [](const auto &info) { return adamw_call::Name(info.param); });

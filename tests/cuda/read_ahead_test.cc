@@ -94,7 +94,6 @@ TEST_P(ReadAhead, WhatIsNotAlignedIsReadDirectly) {
 }
 
 const Combo kNoMasters = {TX_BF16, TX_NONE, TX_BF16, TX_BF16, TX_BF16};
-const Combo kBlocksAndMasters = {TX_F16, TX_F32, TX_F16, TX_U8, TX_U8};
 
 INSTANTIATE_TEST_SUITE_P(Adamw, ReadAhead,
                          testing::Values(kF32, kBf16, kRemainder, kBlocks, kNoMasters, kBlocksAndMasters),

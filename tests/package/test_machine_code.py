@@ -25,8 +25,8 @@ KERNELS = {"fp32": (0, 0), "bf16": (2, 1), "bf16_remainder": (3, 1), "8bit": (3,
 LIMITS = {
     "fp32": Limits(106, 0, 0, 5200, 0),
     "bf16": Limits(128, 0, 0, 9200, 0),
-    "bf16_remainder": Limits(126, 0, 0, 7200, 2 * 5),
-    "8bit": Limits(128, 72, 64, 8000, 2 * 5),
+    "bf16_remainder": Limits(124, 0, 0, 7200, 2 * 5),
+    "8bit": Limits(128, 72, 61, 8000, 2 * 5),
 }
 
 
@@ -151,7 +151,7 @@ class Round(NamedTuple):
 ROUNDS = {
     "fp32": Round(26, 42.5),
     "bf16": Round(20, 49),
-    "bf16_remainder": Round(18, 56.5),
+    "bf16_remainder": Round(18, 56),
     "8bit": Round(14 + 4 / 32, 72),
 }
 STATS = {"fp32": Round(4, 9.6), "bf16": Round(2, 10.8), "fp16": Round(2, 10.8)}
