@@ -28,6 +28,8 @@ struct Param {
   tx_dtype dtype;
 };
 
+inline const std::vector<Param> kSmall = {{"v", 700, TX_BF16}, {"w", 90, TX_F32}};
+
 inline std::vector<tx_delta_param> Table(const std::vector<Param> &params) {
   std::vector<tx_delta_param> table;
   for (const Param &p : params)
