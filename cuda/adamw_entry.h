@@ -29,6 +29,12 @@ bool has_aligned_vectors(tx_tensor tensor) {
   return tensor.numel == 0 || (int64_t)tx_alignment_of(tensor.data) >= (bytes < 16 ? bytes : 16);
 }
 
+/* Whether full tiles of the tensor may be usual (adamw_usual.h), if its kernel has a path for those. */
+bool may_be_usual(const tx_plain_entry &e, const tx_adamw_args *a) {
+  return e.aligned && e.grad_dtype == TX_BF16 && a->moment_rounding == TX_DITHERED &&
+         tx_alignment_of(e.checksums) >= sizeof(uint64_t);
+}
+
 void describe(tx_plain_entry &e, const tx_adamw_args *a, int64_t i) {
   const tx_tensor param = a->params[i], grad = a->grads[i], m = a->exp_avgs[i], v = a->exp_avg_sqs[i];
   const tx_tensor master = tx_at_or_none(a->masters, i);
@@ -57,6 +63,7 @@ void describe(tx_plain_entry &e, const tx_adamw_args *a, int64_t i) {
   e.exp_avg_alignment = (uint8_t)tx_alignment_of(m.data);
   e.exp_avg_sq_alignment = (uint8_t)tx_alignment_of(v.data);
   e.master_alignment = (uint8_t)tx_alignment_of(e.master);
+  e.usual = may_be_usual(e, a);
 }
 
 void describe(tx_extras_entry &e, const tx_adamw_args *a, int64_t i) {

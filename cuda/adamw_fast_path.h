@@ -7,51 +7,39 @@
 #include "csrc/math/adamw.h"
 #include "csrc/math/remainder.h"
 #include "cuda/fast_path_math.h"
+#include "cuda/packed_words.h"
 #include "cuda/vector_forms.h"
 
 /* -- bf16 with remainders ----------------------------------------------------------------------------------------- */
 
-/* Bits 15 and 31 of the result are set where a half of `word` is 0x8000; also, perhaps, where the upper half is
- * 0x8001. */
-static __device__ __forceinline__ uint32_t tx_tie_bits(uint32_t word) {
-  return (word - 0x80018001u) & word;
+/* tx_see_ties of a vector of remainders. */
+static __device__ __forceinline__ uint32_t tx_ties_of(uint32_t seen, const tx_raw &remainders) {
+#pragma unroll
+  for (int i = 0; i < TX_VECTOR / 2; i += 2)
+    seen = tx_see_ties(seen, remainders[i], remainders[i + 1]);
+  return seen;
 }
 
-/* The upper halves of two words as one word, and the lower halves. */
-static __device__ __forceinline__ uint32_t tx_upper_halves(uint32_t low, uint32_t high) {
-  return low >> 16 | (high & 0xffff0000u);
-}
-static __device__ __forceinline__ uint32_t tx_lower_halves(uint32_t low, uint32_t high) {
-  return (low & 0xffffu) | high << 16;
-}
-
-/* tx_remainder_join of a vector, by additions. They are wrong for remainders of -32768, which set bit 15 or 31 of the
- * result, and for negative remainders of zero weights, which give NaN. */
-static __device__ __forceinline__ uint32_t tx_quick_join(float (&p)[TX_VECTOR], const tx_raw &weights,
-                                                         const tx_raw &remainders) {
-  uint32_t ties = 0;
+/* tx_remainder_join of a vector, by additions. They are wrong for remainders of -32768, which are ties (tx_ties_of),
+ * and for negative remainders of zero weights, which give NaN. */
+static __device__ __forceinline__ void tx_quick_join(float (&p)[TX_VECTOR], const tx_raw &weights,
+                                                     const tx_raw &remainders) {
 #pragma unroll
   for (int i = 0; i < TX_VECTOR / 2; i++) {
     const uint32_t w = weights[i], r = remainders[i];
-    ties |= tx_tie_bits(r);
     p[2 * i] = tx_f32_from_bits((w << 16) + (uint32_t)(int32_t)(int16_t)r);
     p[2 * i + 1] = tx_f32_from_bits((w & 0xffff0000u) + (uint32_t)((int32_t)r >> 16));
   }
-  return ties;
 }
 
-/* tx_remainder_split of a vector without NaN, by rounding to nearest. It is wrong for lower halves of 0x8000, which set
- * bit 15 or 31 of the result. */
-static __device__ __forceinline__ uint32_t tx_quick_split(tx_raw &weights, tx_raw &remainders,
-                                                          const float (&p)[TX_VECTOR]) {
-  uint32_t ties = 0;
+/* tx_remainder_split of a vector without NaN, by rounding to nearest. It is wrong for remainders that are ties. */
+static __device__ __forceinline__ void tx_quick_split(tx_raw &weights, tx_raw &remainders,
+                                                      const float (&p)[TX_VECTOR]) {
 #pragma unroll
   for (int i = 0; i < TX_VECTOR / 2; i++) {
     weights[i] = tx_quick_bf16_pair(p[2 * i], p[2 * i + 1]);
     remainders[i] = tx_lower_halves(tx_bits_from_f32(p[2 * i]), tx_bits_from_f32(p[2 * i + 1]));
-    ties |= tx_tie_bits(remainders[i]);
   }
-  return ties;
 }
 
 /* tx_remainder_join and tx_remainder_split of any vector. */
@@ -69,10 +57,6 @@ static __device__ __forceinline__ void tx_split(tx_raw &weights, tx_raw &remaind
     weights[i] = tx_upper_halves(low.upper, high.upper);
     remainders[i] = tx_lower_halves(low.lower, high.lower);
   }
-}
-
-static __device__ __forceinline__ bool tx_has_tie(uint32_t ties) {
-  return (ties & 0x80008000u) != 0u;
 }
 
 /* -- plain -------------------------------------------------------------------------------------------------------- */
@@ -97,7 +81,7 @@ static __device__ __forceinline__ void tx_quick_bf16_nearest(tx_raw &raw, const 
 /* tx_block_values of bytes whose scale is at most 2^7, by one multiplication: a code shifted to where an fp32 has
  * exponent and mantissa is its value times a constant power of two, for subnormals, too. Returns whether the scale is
  * at most 2^7. */
-static __device__ __forceinline__ bool tx_quick_values(float (&x)[TX_VECTOR], const tx_raw &raw, uint8_t byte,
+static __device__ __forceinline__ bool tx_quick_values(float (&x)[TX_VECTOR], const tx_raw &raw, uint32_t byte,
                                                        const tx_format format) {
   const tx_block_format f = tx_block_format_of(TX_U8, format);
   const int s = 23 - f.element.mantissa_bits;
@@ -114,14 +98,6 @@ static __device__ __forceinline__ bool tx_quick_values(float (&x)[TX_VECTOR], co
     x[i] = tx_f32_from_bits(bits) * scale;
   }
   return (int32_t)byte <= 127 + 7;
-}
-
-/* Joins one byte of each of four words, the one from bit `from` on; the first word's byte is the lowest. */
-static __device__ __forceinline__ uint32_t tx_join_bytes(const uint32_t (&words)[4], const int from) {
-  const int up = 24 - from;
-  const uint32_t low = (words[0] << up) >> 24 | (words[1] << up & 0xff000000u) >> 16;
-  const uint32_t high = ((words[2] << up) >> 8 & 0x00ff0000u) | (words[3] << up & 0xff000000u);
-  return low | high;
 }
 
 /* tx_block_finish's doubling of four codes without signs at a time: codes of at least `doubling` get their exponent's
@@ -142,52 +118,80 @@ static __device__ __forceinline__ uint32_t tx_largest_byte(const uint32_t (&word
   return tx_largest_of(bytes);
 }
 
-/* tx_encode_block of bytes by thresholds, for vectors without NaN; in a sqrt format all values are above 0. amax: the
- * pattern of the block's amax (tx_block_largest). Exponents of codes matter modulo 16 only, so four codes are rebased
- * at a time. Returns whether `quick` is true in all lanes of the warp; if not, raw and *scale are not set. Every lane
- * of the warp has to call it, and all get the same result. */
-static __device__ __forceinline__ bool tx_quick_encode(tx_raw &raw, uint8_t *scale, const float (&x)[TX_VECTOR],
-                                                       int32_t amax, const uint32_t (&u)[TX_VECTOR], bool quick,
-                                                       const tx_format format) {
-  const tx_block_format f = tx_block_format_of(TX_U8, format);
+/* tx_block_plan_from for an amax in [2^-60, 2^60], of roots in [2^-50, 2^40]: such a block has no clamped exponent, and
+ * its amax is a normal number of the format. */
+struct tx_quick_plan {
+  int32_t exponent;
+  uint32_t least; /* the pattern of the least normal; code 0 of a sum (tx_small_sum) has the same */
+};
+static __device__ __forceinline__ tx_quick_plan tx_quick_plan_from(const tx_block_format f, int32_t amax) {
+  const int32_t most = tx_block_max_bits(f, 0);
+  const int32_t exponent = ((amax + (0x7fffff - (most & 0x7fffff))) >> 23) - (most >> 23);
+  const tx_quick_plan plan = {exponent, (uint32_t)(128 - f.element.bias + exponent) << 23};
+  return plan;
+}
+
+/* tx_block_may_double. */
+static __device__ __forceinline__ bool tx_quick_may_double(const tx_block_format f, const tx_quick_plan &plan,
+                                                           int32_t amax) {
   const int s = 23 - f.element.mantissa_bits;
-  const tx_block_plan plan = tx_block_plan_from(f, amax);
-  if (__any_sync(0xffffffffu, !quick)) return false;
-  const bool may_double = __any_sync(0xffffffffu, tx_block_may_double(f, plan, amax)) != 0;
-  const uint32_t rebase = plan.at.rebase + (1u << 23);
-  const uint32_t rebase_codes = (rebase >> s & 0x7fu) * 0x01010101u;
-  uint32_t codes[TX_VECTOR / 4], signs[TX_VECTOR / 4];
+  const uint32_t one = 1u << f.element.mantissa_bits;
+  return (uint32_t)amax - plan.least < (f.element.max_code - 2u * one + 1u) << s;
+}
+
+/* The codes of a word of four elements, before doubling and without signs, in a signed format. Exponents of codes matter
+ * modulo 16 only, so that four codes are rebased at a time. */
+static __device__ __forceinline__ uint32_t tx_quick_codes(const tx_block_format f, const tx_quick_plan &plan,
+                                                          const float (&x)[4], const uint32_t (&u)[4]) {
+  const int s = 23 - f.element.mantissa_bits;
+  uint32_t sums[4];
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    const float size = f.sign_bit != 0u ? fabsf(x[k]) : x[k];
+    sums[k] =
+        tx_bits_from_f32(size + fmaxf(size, tx_f32_from_bits(plan.least))) + (u[k] >> (9 + f.element.mantissa_bits));
+    if (f.sign_bit == 0u) {
+      const int32_t code = (int32_t)(sums[k] - plan.least), least = 1 << s;
+      sums[k] = (uint32_t)(code > least ? code : least);
+    }
+  }
+  const uint32_t codes = tx_join_bytes(sums, s);
+  if (f.sign_bit == 0u) return codes;
+  return ((codes | 0x80808080u) - (plan.least >> s & 0x7fu) * 0x01010101u) & 0x7f7f7f7fu;
+}
+
+/* tx_encode_block of bytes by thresholds, for vectors without NaN. amax: the pattern of the block's amax
+ * (tx_block_largest), in the range of tx_quick_plan_from; in a sqrt format all values are above 0. Every lane of the
+ * warp has to call it. */
+static __device__ __forceinline__ uint32_t tx_quick_encode(tx_raw &raw, const float (&x)[TX_VECTOR], int32_t amax,
+                                                          const uint32_t (&u)[TX_VECTOR], const tx_format format) {
+  const tx_block_format f = tx_block_format_of(TX_U8, format);
+  const tx_quick_plan plan = tx_quick_plan_from(f, amax);
+  const bool may_double = __any_sync(0xffffffffu, tx_quick_may_double(f, plan, amax)) != 0;
+  uint32_t codes[TX_VECTOR / 4], tops[TX_VECTOR / 4];
 #pragma unroll
   for (int word = 0; word < TX_VECTOR / 4; word++) {
-    uint32_t sums[4];
-    uint32_t tops[4];
+    const float four[4] = {x[4 * word], x[4 * word + 1], x[4 * word + 2], x[4 * word + 3]};
+    const uint32_t thresholds[4] = {u[4 * word], u[4 * word + 1], u[4 * word + 2], u[4 * word + 3]};
+    codes[word] = tx_quick_codes(f, plan, four, thresholds);
+    uint32_t patterns[4];
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-      const int i = 4 * word + k;
-      const float size = f.sign_bit != 0u ? fabsf(x[i]) : x[i];
-      sums[k] = tx_bits_from_f32(size + fmaxf(size, plan.at.least_normal)) + (u[i] >> (9 + f.element.mantissa_bits));
-      tops[k] = tx_bits_from_f32(x[i]);
-      if (f.sign_bit == 0u) {
-        const int32_t code = (int32_t)(sums[k] - rebase), least = 1 << s;
-        sums[k] = (uint32_t)(code > least ? code : least);
-      }
-    }
-    codes[word] = tx_join_bytes(sums, s);
-    signs[word] = f.sign_bit != 0u ? tx_join_bytes(tops, 24) & 0x80808080u : 0u;
-    if (f.sign_bit != 0u) codes[word] = ((codes[word] | 0x80808080u) - rebase_codes) & 0x7f7f7f7fu;
+    for (int k = 0; k < 4; k++)
+      patterns[k] = tx_bits_from_f32(four[k]);
+    tops[word] = tx_join_bytes(patterns, 24);
   }
   uint32_t doubling = 0;
   if (may_double) { /* a tenth of the blocks */
-    doubling = tx_block_doubling(f, plan, (uint32_t)tx_block_largest((int32_t)tx_largest_byte(codes)));
+    const uint32_t largest = (uint32_t)tx_block_largest((int32_t)tx_largest_byte(codes));
+    doubling = largest == f.element.max_code - (1u << f.element.mantissa_bits) ? 1u : 0u;
 #pragma unroll
     for (int word = 0; word < TX_VECTOR / 4; word++)
       codes[word] = tx_double_bytes(codes[word], doubling, f.element.mantissa_bits);
   }
 #pragma unroll
   for (int word = 0; word < TX_VECTOR / 4; word++)
-    raw[word] = (codes[word] | signs[word]) & plan.keep;
-  *scale = tx_block_scale_byte(plan, doubling);
-  return true;
+    raw[word] = f.sign_bit != 0u ? codes[word] | (tops[word] & 0x80808080u) : codes[word];
+  return (uint32_t)(plan.exponent + 127) - doubling;
 }
 
 /* -- the formula -------------------------------------------------------------------------------------------------- */
@@ -206,11 +210,12 @@ struct tx_stepped {
 };
 
 /* tx_adamw_average and tx_adamw_update of a vector. p, m, v: the old values on entry. Returns whether the result is
- * right; then no result is NaN or reaches 2^127, and all roots are above 0. */
+ * right; then no result is NaN or reaches 2^127, all roots are in [2^-50, 2^40], and all |m| that are not 0 in
+ * [2^-60, 2^60]. */
 static __device__ __forceinline__ bool tx_quick_update(tx_stepped &x, const float (&g)[TX_VECTOR],
                                                        const tx_adamw_constants &c) {
   uint32_t roots[TX_VECTOR], twice[TX_VECTOR];
-  float m_amax = 0.0f, p_sum = 0.0f;
+  float m_sizes[TX_VECTOR], p_sizes[TX_VECTOR];
 #pragma unroll
   for (int i = 0; i < TX_VECTOR; i++) {
     const tx_adamw_moments moments =
@@ -221,14 +226,24 @@ static __device__ __forceinline__ bool tx_quick_update(tx_stepped &x, const floa
     x.p[i] = tx_adamw_apply(c, x.p[i], tx_quick_quotient(x.m[i], x.root[i] * c.rsqrt_bc2 + c.eps));
     roots[i] = tx_bits_from_f32(x.root[i]);
     twice[i] = 2u * tx_bits_from_f32(x.m[i]) - 1u; /* large for zeros */
-    m_amax = fmaxf(m_amax, fabsf(x.m[i]));         /* ignores NaN, which p_sum then detects */
-    p_sum += fabsf(x.p[i]);
+    m_sizes[i] = fabsf(x.m[i]);
+    p_sizes[i] = fabsf(x.p[i]);
   }
-  x.m_amax = tx_bits_from_f32(m_amax);
+  /* In pairs, then pairs of pairs: the last of seven dependent instructions would come late. */
+#pragma unroll
+  for (int by = TX_VECTOR / 2; by > 0; by /= 2) {
+#pragma unroll
+    for (int i = 0; i < by; i++) {
+      m_sizes[i] = fmaxf(m_sizes[i], m_sizes[i + by]); /* ignores NaN, which the sum then detects */
+      p_sizes[i] += p_sizes[i + by];
+    }
+  }
+  x.m_amax = tx_bits_from_f32(m_sizes[0]);
   x.root_amax = tx_largest_of(roots);
-  return tx_least_of(roots) >= TX_POWER_BITS(-50) && x.root_amax <= TX_POWER_BITS(40) &&
-         tx_least_of(twice) >= 2u * TX_POWER_BITS(-60) - 1u && x.m_amax <= TX_POWER_BITS(60) &&
-         p_sum < tx_f32_from_bits(TX_POWER_BITS(127));
+  /* & instead of &&: no branches. */
+  return (tx_least_of(roots) >= TX_POWER_BITS(-50)) & (x.root_amax <= TX_POWER_BITS(40)) &
+         (tx_least_of(twice) >= 2u * TX_POWER_BITS(-60) - 1u) & (x.m_amax <= TX_POWER_BITS(60)) &
+         (p_sizes[0] < tx_f32_from_bits(TX_POWER_BITS(127)));
 }
 
 /* The same for any vector and constants. */

@@ -4,7 +4,7 @@
 #ifndef TX_CUDA_ADAMW_KERNEL_H
 #define TX_CUDA_ADAMW_KERNEL_H
 
-#include "cuda/adamw_vector.h"
+#include "cuda/adamw_usual.h"
 #include "cuda/last_block.h"
 #include "cuda/resync_vector.h"
 #include "cuda/warp_checksum.h"
@@ -12,7 +12,7 @@
 namespace {
 
 /* Resyncs the fp32 masters of a suspect tensor's tile; returns how many of them changed. */
-__device__ __forceinline__ int64_t resync_tile(const tx_step_entry &e, const tx_dtype param, const tx_tile &tile) {
+__device__ __forceinline__ int32_t resync_tile(const tx_step_entry &e, const tx_dtype param, const tx_tile &tile) {
   const tx_masters masters = {e.param, e.master, param, e.param_alignment, e.master_alignment};
   int32_t changed = 0;
   for (int32_t i = 0; i < tx_rounds(tile.count); i++) {
@@ -25,20 +25,27 @@ __device__ __forceinline__ int64_t resync_tile(const tx_step_entry &e, const tx_
 }
 
 /* Steps a tile. Returns how many masters were resynced: fp32 masters that became their weights, or the elements of a
- * block whose remainders were dropped. next: the warp's next tile, for what is read ahead. */
+ * block whose remainders were dropped. usual: what was read ahead of the tile; becomes that of `next`, the warp's next
+ * tile. */
 template <int WEIGHT, int MOMENTS>
-__device__ __forceinline__ int64_t step_tile(const tx_step_table &t, const tx_tile &tile, const tx_tile &next,
-                                             const tensor_state &w, ahead_state &ahead) {
+__device__ __forceinline__ int32_t step_tile(const tx_step_table &t, const tx_tile &tile, const tx_tile &next,
+                                             const tensor_state &w, usual_state &usual) {
   typedef round_ops<WEIGHT, MOMENTS> round;
+  typedef usual_ops<WEIGHT, MOMENTS> usually;
   const tx_step_entry &e = t.entries[tile.tensor];
   const tx_dtype master = round::master_of(e);
   const uint32_t lane = tx_lane_id();
   const void *const weights = (const char *)e.param + 2 * tile.begin;
   bool written = false, drops = false;
-  int64_t resynced = 0;
+  int32_t resynced = 0;
+  if (usually::kHas && usual.there) tx_wait_for_copies();
   if (master == TX_I16 && e.checksums && (kHasExtras || t.common.resyncs)) {
-    const uint64_t stored = tx_stored_checksum((const char *)e.checksums + tile.begin / TX_CHECKSUM * 8);
-    written = stored != tx_checksum_of(weights, e.param_alignment, tile.count, lane);
+    if (usually::kHas && usual.there) {
+      written = usual.checksum != usually::checksum_of_copies(usual);
+    } else {
+      const uint64_t stored = tx_stored_checksum((const char *)e.checksums + tile.begin / TX_CHECKSUM * 8);
+      written = stored != tx_checksum_of(weights, e.param_alignment, tile.count, lane);
+    }
     drops = written && (!kHasExtras || t.common.resyncs);
     resynced = drops ? tile.count : 0;
   }
@@ -46,16 +53,25 @@ __device__ __forceinline__ int64_t step_tile(const tx_step_table &t, const tx_ti
     resynced = resync_tile(e, round::param_of(e), tile);
     if (resynced != 0) note_resynced(t, tile.tensor);
   }
+  const bool is_usual = usually::kHas && usual.there && w.quick && !drops;
+  typename usually::usual_tile here = {};
+  if (usually::kHas) here = usually::enter(usual, t, tile, next);
   const bool renews = master != TX_NONE && e.checksums;
   tx_checksum_sums sums = {}; /* over the new weights, with 16-bit remainders */
   uint32_t left = tx_checksum_left(tile.count, (int32_t)lane * TX_VECTOR);
-  for (int32_t i = 0; i < tx_rounds(tile.count); i++) {
-    const tx_lane_elements here = round::layout::lane_elements_of(e, tile, i);
-    const ahead_round copied = round::ahead::turn(ahead, t, tile, next, i);
-    uint32_t words[4];
-    round::round(t, e, w, here, copied, {written, drops}, words);
-    if (master == TX_I16 && renews) tx_checksum_take(sums, words, left);
+#pragma unroll 1
+  for (int32_t i = 0; i * TX_ROUND < tile.count; i++) {
+    stepped_round now;
+    if (!is_usual || !usually::round(now, here, usual, t, tile, next, w, (uint32_t)i))
+      round::round(t, e, w, round::layout::lane_elements_of(e, tile, i), {written, drops}, now);
+    if (usually::kHas) usually::note(here, now, (uint32_t)i);
+    if (master == TX_I16) tx_checksum_take(sums, now.weights, left);
     left -= TX_ROUND / (2 * TX_CHECKSUM_LANES);
+  }
+  if (is_usual) {
+    usually::leave(here, t, tile);
+  } else if (usually::kHas) {
+    usually::begin_copies(usual, t, next);
   }
   if (renews) {
     uint64_t checksum;
@@ -100,17 +116,16 @@ __global__ void __launch_bounds__(TX_BLOCK_THREADS, 2) step(const __grid_constan
   begin_extras();
   int64_t resynced = 0;
   const int64_t tiles = tx_table_tiles(t);
-  typedef ahead_ops<WEIGHT, MOMENTS> ahead;
   tx_tile next = tile_or_none(t, tx_first_tile(), tiles);
   tensor_reads read = {};
   if (next.count > 0) read = read_tensor(t, next.tensor, compares);
-  ahead_state copies = ahead::begin(t, next);
+  usual_state usual = usual_ops<WEIGHT, MOMENTS>::start(t, next);
   for (int64_t number = tx_first_tile(); number < tiles; number += tx_tile_step()) {
     const tx_tile tile = next;
     next = tile_or_none(t, number + tx_tile_step(), tiles);
     enter_tensor(w, t, tile.tensor, read, admitted);
     if (next.count > 0) read = read_tensor(t, next.tensor, compares);
-    resynced += step_tile<WEIGHT, MOMENTS>(t, tile, next, w, copies);
+    resynced += step_tile<WEIGHT, MOMENTS>(t, tile, next, w, usual);
   }
   store_extras(t, w.tensor);
   if (tx_lane_id() == 0) tx_count(t.common.resynced, resynced);

@@ -1,4 +1,4 @@
-/* A round of the step: what a lane has of it, and where. Included by adamw_ahead.h and adamw_vector.h. */
+/* A round of the step: what a lane has of it, and where. Included by adamw_vector.h. */
 #ifndef TX_CUDA_ADAMW_ROUND_H
 #define TX_CUDA_ADAMW_ROUND_H
 
@@ -11,7 +11,13 @@ namespace {
 /* A lane's elements of one round, as stored in memory. */
 struct round_data {
   tx_raw grad, param, master, exp_avg, exp_avg_sq;
-  uint8_t exp_avg_scale, exp_avg_sq_scale; /* 0 if the lane has no elements */
+  uint32_t exp_avg_scale, exp_avg_sq_scale; /* bytes; 0 if the lane has no elements */
+};
+
+/* What the tile needs of a round that was stepped. */
+struct stepped_round {
+  uint32_t weights[4]; /* the new weights of the lane, if they have 16 bits; zeros beyond the tensor's end */
+  uint32_t exp_avg_scale, exp_avg_sq_scale; /* new bytes, of the lane's block */
 };
 
 /* What the step does about external writes to a tile of a tensor with remainders. */

@@ -136,17 +136,16 @@ static __device__ __forceinline__ void tx_round_plain(tx_raw &raw, const float (
   }
 }
 
-/* Encodes x into blocks with scales, U8 or F16; returns the scale byte. quick, amax: see tx_quick_encode. Every lane of
- * the warp has to call it. */
-static __device__ __forceinline__ uint8_t tx_round_scaled(tx_raw &raw, const float (&x)[TX_VECTOR],
+/* Encodes x into blocks with scales, U8 or F16; returns the scale byte. quick, amax: the block is one of U8 that
+ * tx_quick_encode encodes, in all lanes of the warp. Every lane of the warp has to call it. */
+static __device__ __forceinline__ uint32_t tx_round_scaled(tx_raw &raw, const float (&x)[TX_VECTOR],
                                                           const tx_dtype dtype, const tx_format format,
                                                           int32_t rounding, bool quick, int32_t amax,
                                                           const tx_lane_elements &here, const tx_noise &noise) {
-  uint8_t scale;
   uint32_t u[TX_VECTOR];
   tx_thresholds(u, noise, (uint32_t)here.first, (uint32_t)here.gap, rounding);
   if (rounding == TX_NEAREST) return tx_encode_block(raw, x, u, 0, dtype, format);
-  if (dtype == TX_U8 && tx_quick_encode(raw, &scale, x, amax, u, quick, format)) return scale;
+  if (dtype == TX_U8 && quick) return tx_quick_encode(raw, x, amax, u, format);
   return tx_encode_block(raw, x, u, 1, dtype, format);
 }
 

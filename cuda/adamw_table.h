@@ -67,7 +67,8 @@ struct tx_plain_entry {
   uint32_t start;  /* the low half of tx_meta.start; thresholds depend on no more of it */
   uint16_t group;  /* index into the launch's table of groups */
   uint8_t weight;  /* row of TX_FOR_EACH_WEIGHT */
-  uint8_t aligned; /* whether vectors of every stream are aligned to their size, or to 16 bytes */
+  uint8_t aligned : 1; /* whether vectors of every stream are aligned to their size, or to 16 bytes */
+  uint8_t usual : 1;   /* whether full tiles may be usual (adamw_usual.h) */
   uint8_t grad_dtype, exp_avg_dtype, exp_avg_sq_dtype;
   uint8_t param_alignment, grad_alignment, exp_avg_alignment, exp_avg_sq_alignment, master_alignment;
 };

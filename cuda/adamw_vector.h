@@ -2,7 +2,7 @@
 #ifndef TX_CUDA_ADAMW_VECTOR_H
 #define TX_CUDA_ADAMW_VECTOR_H
 
-#include "cuda/adamw_ahead.h"
+#include "cuda/adamw_round.h"
 #include "cuda/adamw_tensor.h"
 
 namespace {
@@ -10,7 +10,6 @@ namespace {
 template <int WEIGHT, int MOMENTS>
 struct round_ops {
   typedef round_layout<WEIGHT, MOMENTS> layout;
-  typedef ahead_ops<WEIGHT, MOMENTS> ahead;
   static constexpr bool kQuick = layout::kQuick, kHalves = layout::kHalves;
   static constexpr tx_access kAccess = layout::kAccess;
 
@@ -48,8 +47,8 @@ struct round_ops {
     read_weight(r, e, access, here);
     tx_get(r.exp_avg, e.exp_avg, m, access, e.exp_avg_alignment, here);
     tx_get(r.exp_avg_sq, e.exp_avg_sq, v, access, e.exp_avg_sq_alignment, here);
-    r.exp_avg_scale = scaled(m) && here.count > 0 ? e.scales[tx_block_at(here)] : (uint8_t)0;
-    r.exp_avg_sq_scale = scaled(v) && here.count > 0 ? e.root_scales[tx_block_at(here)] : (uint8_t)0;
+    r.exp_avg_scale = scaled(m) && here.count > 0 ? e.scales[tx_block_at(here)] : 0u;
+    r.exp_avg_sq_scale = scaled(v) && here.count > 0 ? e.root_scales[tx_block_at(here)] : 0u;
     if (e.grad_dtype == TX_F32) {
       tx_get(r.grad, e.grad, TX_F32, access, e.grad_alignment, here);
     } else {
@@ -71,18 +70,18 @@ struct round_ops {
 
   /* The values of a moment. quick: by the fast path. Returns whether they are right; always true if not quick. */
   static __device__ __forceinline__ bool floats_of_moment(float (&x)[TX_VECTOR], const tx_raw &raw,
-                                                          const tx_dtype dtype, const tx_format format, uint8_t scale,
+                                                          const tx_dtype dtype, const tx_format format, uint32_t scale,
                                                           const bool quick) {
     bool right = true;
     if (!scaled(dtype)) {
       tx_floats_of(x, raw, dtype);
     } else {
       if (dtype == TX_F16) {
-        tx_block_values(x, raw, scale, TX_F16, format);
+        tx_block_values(x, raw, (uint8_t)scale, TX_F16, format);
       } else if (quick) {
         right = tx_quick_values(x, raw, scale, format);
       } else {
-        tx_block_values(x, raw, scale, TX_U8, format);
+        tx_block_values(x, raw, (uint8_t)scale, TX_U8, format);
       }
 #pragma unroll
       for (int i = 0; i < TX_VECTOR; i++)
@@ -98,29 +97,27 @@ struct round_ops {
     if (!scaled(dtype)) tx_round_plain(raw, x, dtype, rounding, quick, here, noise);
   }
 
-  /* Computes the step of r into x and `to` (but not yet moments with block scales in `to`). Returns whether the result
-   * is right; always true if not quick. */
+  /* Computes the step of r into x and `to` (but not yet moments with block scales in `to`). rounding: of the moments.
+   * Returns whether the result is right; always true if not quick. */
   static __device__ __forceinline__ bool update(const round_data &r, round_data &to, tx_stepped &x,
                                                 const tx_step_table &t, const tx_step_entry &e, const tensor_state &w,
                                                 const tx_lane_elements &here, const float (&g)[TX_VECTOR],
-                                                const bool quick) {
+                                                const int32_t rounding, const bool quick) {
     const tx_dtype m_dtype = moment(e.exp_avg_dtype), v_dtype = moment(e.exp_avg_sq_dtype);
-    const int32_t rounding = t.common.moment_rounding;
     const tx_dtype param = param_of(e), master = master_of(e);
-    uint32_t ties = 0;
     if (master == TX_F32) {
       tx_plain_floats(x.p, r.master, TX_F32);
     } else if (master == TX_NONE) {
       tx_floats_of(x.p, r.param, param);
     } else if (quick) {
-      ties = tx_quick_join(x.p, r.param, r.master);
+      tx_quick_join(x.p, r.param, r.master);
     } else {
       tx_join(x.p, r.param, r.master);
     }
     bool right = floats_of_moment(x.m, r.exp_avg, m_dtype, TX_FORMAT_SIGNED, r.exp_avg_scale, quick);
-    right = floats_of_moment(x.v, r.exp_avg_sq, v_dtype, TX_FORMAT_SQRT, r.exp_avg_sq_scale, quick) && right;
+    right = floats_of_moment(x.v, r.exp_avg_sq, v_dtype, TX_FORMAT_SQRT, r.exp_avg_sq_scale, quick) & right;
     if (quick) {
-      right = tx_quick_update(x, g, w.constants) && right;
+      right = tx_quick_update(x, g, w.constants) & right;
     } else {
       tx_update(x, g, w.constants);
     }
@@ -131,25 +128,23 @@ struct round_ops {
                      here, noise);
       if (master == TX_F32) tx_round_plain(to.master, x.p, TX_F32, TX_NEAREST, quick, here, noise);
     } else if (quick) {
-      ties |= tx_quick_split(to.param, to.master, x.p);
+      tx_quick_split(to.param, to.master, x.p);
+      right = right & !tx_has_tie(tx_ties_of(tx_ties_of(TX_NO_TIES, r.master), to.master));
     } else {
       tx_split(to.param, to.master, x.p);
     }
     raw_of_moment(to.exp_avg, x.m, m_dtype, rounding, quick, here, w.exp_avg);
     raw_of_moment(to.exp_avg_sq, x.v, v_dtype, rounding, quick, here, w.exp_avg_sq);
-    return right && !tx_has_tie(ties);
+    return right;
   }
 
   /* Reads a round and computes its step; arguments and result as update's. drops: whether remainders are read as
    * zeros. */
   static __device__ __forceinline__ bool take(round_data &to, tx_stepped &x, const tx_step_table &t,
                                               const tx_step_entry &e, const tensor_state &w,
-                                              const tx_lane_elements &here, const ahead_round &copied, bool drops,
-                                              const bool quick) {
+                                              const tx_lane_elements &here, bool drops, const bool quick) {
     round_data r;
-    if (ahead::kReads && quick && copied.there) {
-      ahead::get(r, copied);
-    } else if (here.whole && (quick || kHalves)) {
+    if (here.whole && (quick || kHalves)) {
       read(r, e, kAccess, here);
     } else {
       read(r, e, TX_ACCESS_ANY, here);
@@ -157,7 +152,7 @@ struct round_ops {
     drop_remainders(r, e, drops);
     float g[TX_VECTOR];
     tx_floats_of(g, r.grad, (tx_dtype)e.grad_dtype);
-    return update(r, to, x, t, e, w, here, g, quick);
+    return update(r, to, x, t, e, w, here, g, t.common.moment_rounding, quick);
   }
 
   /* Computes the extra outputs of a round: its new values are in `to` and not written yet, so memory still has the old
@@ -177,20 +172,35 @@ struct round_ops {
     note_vector(t, e, w.extras, here, writes.written, before, now, param_of(e), master_of(e));
   }
 
-  /* Steps a round. copied: what was read of it ahead. weights: receives the new 16-bit weights, zeros beyond the
-   * tensor's end. */
+  /* The block's amax of both moments; 0 for those that do not have 8 bits. Every lane of the warp has to call it. */
+  static __device__ __forceinline__ void find_amaxes(int32_t &m_amax, int32_t &root_amax, const tx_step_entry &e,
+                                                     const tx_stepped &x) {
+    /* Both at a time: each is a chain of four shuffles, which wait for each other. */
+    m_amax = moment(e.exp_avg_dtype) == TX_U8 ? tx_block_largest((int32_t)x.m_amax) : 0;
+    root_amax = moment(e.exp_avg_sq_dtype) == TX_U8 ? tx_block_largest((int32_t)x.root_amax) : 0;
+  }
+
+  /* tx_round_scaled for a dtype that may be known at run time only. */
+  static __device__ __forceinline__ uint32_t encode(tx_raw &raw, const float (&x)[TX_VECTOR], const tx_dtype dtype,
+                                                   const tx_format format, int32_t rounding, bool quick, int32_t amax,
+                                                   const tx_lane_elements &here, const tx_noise &noise) {
+    if (dtype == TX_U8) return tx_round_scaled(raw, x, TX_U8, format, rounding, quick, amax, here, noise);
+    return tx_round_scaled(raw, x, TX_F16, format, rounding, false, 0, here, noise);
+  }
+
+  /* Steps a round. now: receives what the tile needs of it. */
   static __device__ __forceinline__ void round(const tx_step_table &t, const tx_step_entry &e, const tensor_state &w,
-                                               const tx_lane_elements &here, const ahead_round &copied,
-                                               const tile_writes &writes, uint32_t (&weights)[4]) {
+                                               const tx_lane_elements &here, const tile_writes &writes,
+                                               stepped_round &now) {
     const tx_dtype m_dtype = moment(e.exp_avg_dtype), v_dtype = moment(e.exp_avg_sq_dtype);
     round_data to;
     tx_stepped x;
-    const bool quick = kQuick && w.quick && take(to, x, t, e, w, here, copied, writes.drops, true);
+    const bool quick = kQuick && w.quick && take(to, x, t, e, w, here, writes.drops, true);
     if (!quick) {
       /* The fast path failed. Nothing is written yet, so the round is read again: keeping it would cost all rounds
        * registers. */
       tx_read_again();
-      (void)take(to, x, t, e, w, here, copied, writes.drops, false);
+      (void)take(to, x, t, e, w, here, writes.drops, false);
     }
     if constexpr (kHasExtras) note_extras(t, e, w, here, writes, to);
     if (here.whole) {
@@ -203,30 +213,28 @@ struct round_ops {
     }
 #pragma unroll
     for (int i = 0; i < TX_VECTOR / 2; i++)
-      weights[i] = to.param[i];
-    uint8_t m_scale = 0, v_scale = 0;
+      now.weights[i] = to.param[i];
+    now.exp_avg_scale = now.exp_avg_sq_scale = 0;
     const int32_t rounding = t.common.moment_rounding;
-    /* Both at a time: each is a chain of four shuffles, which wait for each other. */
-    const int32_t m_amax = m_dtype == TX_U8 ? tx_block_largest((int32_t)x.m_amax) : 0;
-    const int32_t root_amax = v_dtype == TX_U8 ? tx_block_largest((int32_t)x.root_amax) : 0;
-    if (m_dtype == TX_U8) {
-      m_scale = tx_round_scaled(to.exp_avg, x.m, TX_U8, TX_FORMAT_SIGNED, rounding, quick, m_amax, here, w.exp_avg);
-    } else if (m_dtype == TX_F16) {
-      m_scale = tx_round_scaled(to.exp_avg, x.m, TX_F16, TX_FORMAT_SIGNED, rounding, quick, 0, here, w.exp_avg);
+    int32_t m_amax = 0, root_amax = 0;
+    bool encodes = false; /* by the fast path */
+    if constexpr (MOMENTS == TX_MOMENTS_U8) {
+      find_amaxes(m_amax, root_amax, e, x);
+      encodes = __any_sync(0xffffffffu, !(quick & (m_amax != 0))) == 0;
     }
-    if (v_dtype == TX_U8) {
-      v_scale =
-          tx_round_scaled(to.exp_avg_sq, x.root, TX_U8, TX_FORMAT_SQRT, rounding, quick, root_amax, here, w.exp_avg_sq);
-    } else if (v_dtype == TX_F16) {
-      v_scale = tx_round_scaled(to.exp_avg_sq, x.root, TX_F16, TX_FORMAT_SQRT, rounding, quick, 0, here, w.exp_avg_sq);
-    }
+    if (scaled(m_dtype))
+      now.exp_avg_scale =
+          encode(to.exp_avg, x.m, m_dtype, TX_FORMAT_SIGNED, rounding, encodes, m_amax, here, w.exp_avg);
+    if (scaled(v_dtype))
+      now.exp_avg_sq_scale =
+          encode(to.exp_avg_sq, x.root, v_dtype, TX_FORMAT_SQRT, rounding, encodes, root_amax, here, w.exp_avg_sq);
     if (here.whole) {
       write_moments(to, e, kAccess, here);
     } else {
       write_moments(to, e, TX_ACCESS_ANY, here);
     }
-    if (scaled(m_dtype)) tx_write_scale(e.scales, m_scale, here.first, here.count);
-    if (scaled(v_dtype)) tx_write_scale(e.root_scales, v_scale, here.first, here.count);
+    if (scaled(m_dtype)) tx_write_scale(e.scales, (uint8_t)now.exp_avg_scale, here.first, here.count);
+    if (scaled(v_dtype)) tx_write_scale(e.root_scales, (uint8_t)now.exp_avg_sq_scale, here.first, here.count);
   }
 };
 

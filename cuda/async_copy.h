@@ -1,70 +1,89 @@
-/* Copies from device memory into shared memory that a lane starts and does not wait for (cp.async, sm_80 and newer),
- * and what a vector of a stream looks like there.
+/* Copies from global to shared memory that take no registers: the lane that asks for one goes on, and waits for its
+ * copies later (cp.async, from sm_80 on).
  *
- * A lane may read what it has copied itself after its own wait, without a barrier. The copies of one stream and one
- * warp lie as the lanes read them: 16 or 8 bytes of each lane, one lane after the other, so that no two lanes meet in a
- * bank of shared memory. */
+ * A lane reads only what it has copied itself. Its copies lie at multiples of 512 bytes from its own 16 bytes, so that
+ * no two lanes meet in a bank of shared memory. */
 #ifndef TX_CUDA_ASYNC_COPY_H
 #define TX_CUDA_ASYNC_COPY_H
 
-#include "cuda/vector_forms.h"
+#include "cuda/grid.h"
 
-/* Copies BYTES bytes, 16 or 8, to which both addresses are aligned. */
-template <int BYTES>
-static __device__ __forceinline__ void tx_copy_async(char *shared, const char *from) {
+/* The bytes of 16 per lane: what one access of a warp covers. */
+#define TX_CELLS (16 * TX_WARP)
+
+/* A lane's 16 bytes of shared memory. As a number, it takes one register and one addition per access. */
+typedef struct tx_cell {
+#if defined(TX_EMULATED_CUDA_RUNTIME_H)
+  char *at;
+#else
+  uint32_t at;
+#endif
+} tx_cell;
+
+/* The lane's cell of the warp's shared memory `cells`, of a multiple of TX_CELLS bytes. */
+static __device__ __forceinline__ tx_cell tx_cell_of(char *cells) {
+  char *const mine = cells + threadIdx.x % TX_WARP * 16;
+#if defined(TX_EMULATED_CUDA_RUNTIME_H)
+  return tx_cell{mine};
+#else
+  tx_cell cell = {(uint32_t)__cvta_generic_to_shared(mine)};
+  asm("" : "+r"(cell.at)); /* otherwise it is computed anew for each use */
+  return cell;
+#endif
+}
+static __device__ __forceinline__ tx_cell tx_cell_after(tx_cell cell, int32_t bytes) {
+  return tx_cell{cell.at + bytes};
+}
+
+/* Starts to copy BYTES bytes, 16 or 8, to OFFSET bytes from the lane's cell. Both addresses are aligned to BYTES. */
+template <int BYTES, int OFFSET>
+static __device__ __forceinline__ void tx_copy_async(tx_cell cell, const void *from) {
   static_assert(BYTES == 16 || BYTES == 8, "what cp.async copies for a vector");
 #if defined(TX_EMULATED_CUDA_RUNTIME_H)
-  emulated::CopyAsync(shared, from, BYTES);
+  emulated::CopyAsync(cell.at + OFFSET, from, BYTES);
 #elif defined(__CUDA_ARCH__)
-  const uint32_t to = (uint32_t)__cvta_generic_to_shared(shared);
   if constexpr (BYTES == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0 + %1], [%2], 16;" ::"r"(cell.at), "n"(OFFSET), "l"(from) : "memory");
   } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0 + %1], [%2], 8;" ::"r"(cell.at), "n"(OFFSET), "l"(from) : "memory");
   }
 #endif
 }
 
-/* Ends a group of copies: those that the lane has started since the last call, maybe none. */
-static __device__ __forceinline__ void tx_end_copies() {
+/* The same if `there` is 1; nothing if it is 0. Takes no branch. */
+template <int BYTES, int OFFSET>
+static __device__ __forceinline__ void tx_copy_async_if(tx_cell cell, const void *from, uint32_t there) {
+  static_assert(BYTES == 16, "the only use");
 #if defined(TX_EMULATED_CUDA_RUNTIME_H)
-  emulated::EndCopies();
+  if (there) emulated::CopyAsync(cell.at + OFFSET, from, BYTES);
 #elif defined(__CUDA_ARCH__)
-  asm volatile("cp.async.commit_group;" ::: "memory");
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\n@p cp.async.cg.shared.global [%0 + %1], [%2], 16;\n}" ::"r"(cell.at),
+      "n"(OFFSET), "l"(from), "r"(there)
+      : "memory");
 #endif
 }
 
-/* Waits for all of the lane's groups but the last one. */
-static __device__ __forceinline__ void tx_wait_but_for_last() {
+/* Waits for all copies that the lane has started. */
+static __device__ __forceinline__ void tx_wait_for_copies() {
 #if defined(TX_EMULATED_CUDA_RUNTIME_H)
-  emulated::WaitButForLast();
+  emulated::WaitForCopies();
 #elif defined(__CUDA_ARCH__)
-  asm volatile("cp.async.wait_group 1;" ::: "memory");
+  asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
 }
 
-/* Starts to copy the lane's vector of elements of BYTES bytes, 2 or 1, into the warp's slot; `first` is the index of
- * its first element. Returns where the next stream begins. */
-template <int BYTES>
-static __device__ __forceinline__ char *tx_copy_stream(char *slot, const void *data, int64_t first) {
-  constexpr int kBytes = TX_VECTOR * BYTES;
-  tx_copy_async<kBytes>(slot + threadIdx.x % TX_WARP * kBytes, (const char *)data + BYTES * first);
-  return slot + TX_WARP * kBytes;
-}
-
-/* Reads what tx_copy_stream has copied. */
-template <int BYTES>
-static __device__ __forceinline__ const char *tx_copied_stream(tx_raw &raw, const char *slot) {
-  constexpr int kBytes = TX_VECTOR * BYTES;
-  const char *const from = slot + threadIdx.x % TX_WARP * kBytes;
-  if constexpr (kBytes == 16) {
-    const uint4 words = *(const uint4 *)from;
-    memcpy(raw, &words, sizeof words);
-  } else {
-    const uint2 words = *(const uint2 *)from;
-    memcpy(raw, &words, sizeof words);
-  }
-  return slot + TX_WARP * kBytes;
+/* Reads 16 bytes that were copied to OFFSET bytes from the lane's cell. */
+template <int OFFSET>
+static __device__ __forceinline__ void tx_read_cell(uint32_t (&words)[4], tx_cell cell) {
+#if defined(TX_EMULATED_CUDA_RUNTIME_H)
+  memcpy(words, cell.at + OFFSET, 16);
+#elif defined(__CUDA_ARCH__)
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4 + %5];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(cell.at), "n"(OFFSET)
+               : "memory");
+#endif
 }
 
 #endif

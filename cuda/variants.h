@@ -4,8 +4,8 @@
 #define TX_CUDA_VARIANTS_H
 
 /* Warps read their next round ahead (adamw_ahead.h). */
-#ifndef TX_CUDA_AHEAD
-#define TX_CUDA_AHEAD 1
+#ifndef TX_CUDA_USUAL
+#define TX_CUDA_USUAL 1
 #endif
 
 /* If a stream is fp32, a lane's elements are in two places, so that whole sectors are written at a time

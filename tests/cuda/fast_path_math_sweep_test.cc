@@ -114,21 +114,43 @@ TEST(QuickMath, AQuotientIsRoundedToNearestAtEveryExponentAndKeepsAZerosSign) {
   EXPECT_EQ(tx_quick_quotient(-0.0f, 3.0f), 0.0f);
 }
 
-TEST(QuickMath, RemaindersOfHalfAUnitAreNoticedInEitherHalf) {
+TEST(QuickMath, RemaindersOfHalfAUnitAreNoticedInEitherHalfOfAnyWord) {
   const uint32_t others[] = {0, 1, 0x7fff, 0x8000, 0x8001, 0xfffe, 0xffff};
   int64_t noticed = 0;
   for (uint32_t half = 0; half < 0x10000; half++)
     for (const uint32_t other : others)
       for (const uint32_t word : {half << 16 | other, other << 16 | half}) {
         const bool is = half == 0x8000 || other == 0x8000;
-        if (is) {
-          ASSERT_TRUE(tx_has_tie(tx_tie_bits(word))) << word;
-        } else if (word >> 16 != 0x8001) {
-          ASSERT_FALSE(tx_has_tie(tx_tie_bits(word))) << word;
+        for (const uint32_t seen : {tx_see_ties(TX_NO_TIES, word, 0x00017fffu), tx_see_ties(TX_NO_TIES, 0xffff0000u, word),
+                                    tx_see_ties(tx_see_ties(TX_NO_TIES, word, 3u), 0x12348002u, 0u)}) {
+          if (is) {
+            ASSERT_TRUE(tx_has_tie(seen)) << word;
+          } else if (word >> 16 != 0x8001) {
+            ASSERT_FALSE(tx_has_tie(seen)) << word;
+          }
         }
-        noticed += tx_has_tie(tx_tie_bits(word));
+        // Before sm_90 the words' bits are joined instead.
+        ASSERT_TRUE(!is || (tx_tie_bits(word) & 0x80008000u) != 0u) << word;
+        noticed += tx_has_tie(tx_see_ties(TX_NO_TIES, word, word));
       }
   EXPECT_GT(noticed, 2 * 0x10000);
+}
+
+TEST(QuickMath, BytesOfFourWordsAreJoined) {
+  uint32_t bits = 1;
+  for (int i = 0; i < 100000; i++) {
+    uint32_t words[4];
+    for (uint32_t &word : words)
+      word = bits = bits * 1664525u + 1013904223u;
+    for (const int from : {16, 19, 20, 24}) {
+      uint32_t expected = 0;
+      for (int k = 0; k < 4; k++)
+        expected |= (words[k] >> from & 0xffu) << (8 * k);
+      ASSERT_EQ(tx_join_bytes(words, from), expected) << from;
+    }
+    ASSERT_EQ(tx_lower_halves(words[0], words[1]), (words[0] & 0xffffu) | words[1] << 16);
+    ASSERT_EQ(tx_upper_halves(words[0], words[1]), words[0] >> 16 | (words[1] & 0xffff0000u));
+  }
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What a step with remainders reads ahead into shared memory: every vector of every whole round once, of the streams
+// What a step with remainders reads ahead into shared memory: every vector of every full tile once, of the streams
 // that it reads. Other steps read nothing ahead. The emulator makes a copy at once or as late as possible, by a seed;
 // no bit of the result depends on it.
 #include <algorithm>
@@ -15,7 +15,7 @@ using adamw_call::kBlocks;
 using adamw_call::kF32;
 using adamw_call::kRemainder;
 
-constexpr int64_t kRound = 256;  // elements
+constexpr int64_t kTile = 1024;  // elements
 
 class ReadAhead : public testing::TestWithParam<Combo> {
  protected:
@@ -38,7 +38,7 @@ std::vector<Stream> StreamsOf(Param &p) {
   return streams;
 }
 
-TEST_P(ReadAhead, EveryWholeRoundOnce) {
+TEST_P(ReadAhead, EveryFullTileOnce) {
   emulated::Use(2, 2);
   Pair pair;
   const std::vector<int64_t> numels = {90000, 5, 3000, 16 * 1024};
@@ -57,11 +57,11 @@ TEST_P(ReadAhead, EveryWholeRoundOnce) {
   for (Watched &w : pair.ours.params) {
     const int64_t n = numels[tensor++];
     for (const Stream &stream : StreamsOf(w.param)) {
-      const int64_t whole = stream.bytes / n * (n / kRound * kRound);
+      const int64_t whole = stream.bytes / n * (n / kTile * kTile);
       expected += whole;
       for (const auto &[from, bytes] : copied) {
         const bool begins_here = from >= stream.data && from < stream.data + stream.bytes;
-        ASSERT_TRUE(!begins_here || from + bytes <= stream.data + whole) << "beyond the whole rounds";
+        ASSERT_TRUE(!begins_here || from + bytes <= stream.data + whole) << "beyond the full tiles";
         found += begins_here ? bytes : 0;
       }
     }

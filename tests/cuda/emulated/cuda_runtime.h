@@ -122,10 +122,9 @@ uint32_t Vote(bool value);
 void SyncThreads();
 void SyncWarp();
 // A copy of 16 or 8 bytes, to which both addresses must be aligned, into shared memory. It is made now or as late as
-// possible: when the lane waits for its group. Until then `to` has other bytes.
+// possible: when the lane waits for its copies. Until then `to` has other bytes.
 void CopyAsync(void *to, const void *from, int bytes);
-void EndCopies();
-void WaitButForLast();
+void WaitForCopies();
 unsigned Lane();
 
 template <class T>
@@ -144,8 +143,9 @@ T __shfl_xor_sync(unsigned, T value, int mask, int = 32) {
   return emulated::Shuffle(value, emulated::Lane() ^ static_cast<unsigned>(mask));
 }
 template <class T>
-T __shfl_sync(unsigned, T value, int from, int = 32) {
-  return emulated::Shuffle(value, static_cast<unsigned>(from) & 31u);
+T __shfl_sync(unsigned, T value, int from, int width = 32) {
+  const unsigned within = static_cast<unsigned>(width) - 1u;
+  return emulated::Shuffle(value, (emulated::Lane() & ~within) | (static_cast<unsigned>(from) & within));
 }
 template <class T>
 T __shfl_down_sync(unsigned, T value, unsigned by, int = 32) {

@@ -99,7 +99,7 @@ struct Fiber {
   unsigned lane = 0;
   Warp *warp = nullptr;
   uint64_t exchanges = 0;
-  std::deque<std::vector<Copy>> copies;  // groups of asynchronous copies that are not made yet
+  std::vector<Copy> copies;  // asynchronous copies that are not made yet
   bool done = false;
   std::unique_ptr<char[]> stack{new char[kStack]};
 #if defined(__SANITIZE_ADDRESS__)
@@ -173,7 +173,7 @@ extern "C" void tx_emulated_entry() {
 void Prepare(Fiber *fiber) {
   fiber->done = false;
   fiber->exchanges = 0;
-  fiber->copies.assign(1, {});
+  fiber->copies.clear();
 #if defined(__SANITIZE_ADDRESS__)
   __asan_unpoison_memory_region(fiber->stack.get(), kStack);  // frames of the previous block
 #endif
@@ -299,21 +299,13 @@ void CopyAsync(void *to, const void *from, int bytes) {
     return;
   }
   std::memset(to, 0xa5, copy.bytes);
-  block.current->copies.back().push_back(copy);
+  block.current->copies.push_back(copy);
 }
 
-void EndCopies() {
-  block.current->copies.emplace_back();
-}
-
-void WaitButForLast() {
-  std::deque<std::vector<Copy>> &groups = block.current->copies;  // the last one of them has not ended
-  if (!groups.back().empty()) Fail("a lane waits for copies whose group has not ended");
-  while (groups.size() > 2) {
-    for (const Copy &copy : groups.front())
-      std::memcpy(copy.to, copy.from, copy.bytes);
-    groups.pop_front();
-  }
+void WaitForCopies() {
+  for (const Copy &copy : block.current->copies)
+    std::memcpy(copy.to, copy.from, copy.bytes);
+  block.current->copies.clear();
 }
 
 void SyncThreads() {
