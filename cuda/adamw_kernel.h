@@ -41,7 +41,7 @@ __device__ __forceinline__ int32_t step_tile(const tx_step_table &t, const tx_ti
   if (usually::kHas && usual.there) tx_wait_for_copies();
   if (master == TX_I16 && e.checksums && (kHasExtras || t.common.resyncs)) {
     if (usually::kHas && usual.there) {
-      written = usual.checksum != usually::checksum_of_copies(usual);
+      written = usually::was_written(usual);
     } else {
       const uint64_t stored = tx_stored_checksum((const char *)e.checksums + tile.begin / TX_CHECKSUM * 8);
       written = stored != tx_checksum_of(weights, e.param_alignment, tile.count, lane);
@@ -71,7 +71,7 @@ __device__ __forceinline__ int32_t step_tile(const tx_step_table &t, const tx_ti
   if (is_usual) {
     usually::leave(here, t, tile);
   } else if (usually::kHas) {
-    usually::begin_copies(usual, t, next);
+    usually::begin_all(usual, t, next);
   }
   if (renews) {
     uint64_t checksum;
@@ -97,8 +97,13 @@ __device__ __forceinline__ void count_steps(const tx_step_table &t) {
     tx_write_value(t.entries[i].step, tx_read_value<float>(t.entries[i].step) + 1.0f);
 }
 
-/* Tile `number`; one without elements if there is none of that number. */
-__device__ __forceinline__ tx_tile tile_or_none(const tx_step_table &t, int64_t number, int64_t tiles) {
+/* Tile `number`; one without elements if there is none of that number. before: the warp's tile before it. Most are in
+ * the same tensor, and not searched for. */
+__device__ __forceinline__ tx_tile tile_after(const tx_step_table &t, const tx_tile &before, int64_t number,
+                                              int64_t tiles) {
+  const int64_t begin = before.begin + tx_tile_step() * t.tile;
+  const int64_t left = t.entries[before.tensor].numel - begin;
+  if (left > 0) return tx_tile{begin, before.tensor, (int32_t)(left < t.tile ? left : t.tile)};
   return number < tiles ? tx_table_tile(t, number) : tx_tile{0, 0, 0};
 }
 
@@ -116,15 +121,17 @@ __global__ void __launch_bounds__(TX_BLOCK_THREADS, 2) step(const __grid_constan
   begin_extras();
   int64_t resynced = 0;
   const int64_t tiles = tx_table_tiles(t);
-  tx_tile next = tile_or_none(t, tx_first_tile(), tiles);
+  int64_t number = tx_first_tile();
+  tx_tile next = number < tiles ? tx_table_tile(t, number) : tx_tile{0, 0, 0};
   tensor_reads read = {};
   if (next.count > 0) read = read_tensor(t, next.tensor, compares);
   usual_state usual = usual_ops<WEIGHT, MOMENTS>::start(t, next);
-  for (int64_t number = tx_first_tile(); number < tiles; number += tx_tile_step()) {
+  while (next.count > 0) {
     const tx_tile tile = next;
-    next = tile_or_none(t, number + tx_tile_step(), tiles);
+    number += tx_tile_step();
+    next = tile_after(t, tile, number, tiles);
     enter_tensor(w, t, tile.tensor, read, admitted);
-    if (next.count > 0) read = read_tensor(t, next.tensor, compares);
+    if (next.count > 0 && next.tensor != tile.tensor) read = read_tensor(t, next.tensor, compares);
     resynced += step_tile<WEIGHT, MOMENTS>(t, tile, next, w, usual);
   }
   store_extras(t, w.tensor);

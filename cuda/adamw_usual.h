@@ -31,9 +31,8 @@ namespace {
 /* What a warp has of its next tile. */
 struct usual_state {
   tx_cell cell;
-  uint32_t there;    /* whether the tile may be usual, and its weights and first round are being copied: 1 or 0 */
-  uint64_t checksum; /* the stored one */
-  uint32_t scale;    /* the lane's scale byte (scale_of) */
+  uint32_t there; /* whether the tile may be usual, and its weights and first round are being copied: 1 or 0 */
+  uint32_t scale; /* the lane's scale byte (scale_of) */
 };
 
 /* Where a lane's elements of a tile's first round are, in each stream. */
@@ -53,10 +52,11 @@ struct usual_ops {
   static constexpr int kMomentBytes = kScales ? 1 : 2;
   static constexpr int kRounds = TX_CHECKSUM / TX_ROUND;
 
-  /* The warp's shared memory: the weights of all rounds of a tile, then the other streams of one round. 8-bit moments
-   * share their cells. */
-  static constexpr int kMasters = kRounds * TX_CELLS, kGrads = kMasters + TX_CELLS, kExpAvgs = kGrads + TX_CELLS,
-                       kExpAvgSqs = kExpAvgs + (kScales ? 8 : TX_CELLS), kAll = kExpAvgs + (kScales ? 1 : 2) * TX_CELLS;
+  /* The warp's shared memory: the weights of all rounds of a tile, its stored checksum, and the other streams of one
+   * round. 8-bit moments share their cells. */
+  static constexpr int kStored = kRounds * TX_CELLS, kMasters = kStored + TX_CELLS, kGrads = kMasters + TX_CELLS,
+                       kExpAvgs = kGrads + TX_CELLS, kExpAvgSqs = kExpAvgs + (kScales ? 8 : TX_CELLS),
+                       kAll = kExpAvgs + (kScales ? 1 : 2) * TX_CELLS;
   struct alignas(16) block_cells {
     char of_warp[TX_BLOCK_WARPS][kAll];
   };
@@ -124,33 +124,26 @@ struct usual_ops {
     return __shfl_sync(0xffffffffu, scale, place, TX_BLOCK_LANES);
   }
 
-  /* The tile's stored checksum; 0 if the tensor has none. */
-  static __device__ __forceinline__ uint64_t stored_checksum(const tx_step_table &t, const tx_tile &tile) {
-    const uint64_t *const checksums = (const uint64_t *)t.entries[tile.tensor].checksums;
-    return checksums ? checksums[(uint64_t)tile.begin / TX_CHECKSUM] : 0u;
-  }
-
-  /* Starts to read what is needed of the warp's next tile before its first round, apart from what is copied. */
-  static __device__ __forceinline__ void begin_reads(usual_state &u, const tx_step_table &t, const tx_tile &next) {
-    u.there = may_be(t, next);
-    if (!u.there) return;
-    u.checksum = stored_checksum(t, next);
+  /* Starts to read the first round of the warp's next tile, and what is needed before it, apart from weights. */
+  static __device__ __forceinline__ void begin(usual_state &u, const tx_step_table &t, const tx_tile &next) {
+    const tx_step_entry &e = t.entries[next.tensor];
+    copy(u.cell, streams_of(t, next), 0);
+    if (e.checksums) tx_copy_async<8, kStored>(u.cell, (const uint64_t *)e.checksums + (uint64_t)next.begin / TX_CHECKSUM);
     if constexpr (kScales) {
       const uint8_t *const scale = scale_of(t, next);
       u.scale = scale ? *scale : 0u;
     }
   }
 
-  /* Starts to copy what is needed of the warp's next tile, of which begin_reads was called, if none of it is copied
-   * while a usual tile is stepped. */
-  static __device__ __forceinline__ void begin_copies(const usual_state &u, const tx_step_table &t,
-                                                      const tx_tile &next) {
+  /* Starts to read the warp's next tile if it may be usual: its first tile, or the one after a tile that was not
+   * usual. */
+  static __device__ __forceinline__ void begin_all(usual_state &u, const tx_step_table &t, const tx_tile &next) {
     if (!u.there) return;
-    const lane_streams s = streams_of(t, next);
-    copy(u.cell, s, 0);
+    const char *const param = streams_of(t, next).param;
+    begin(u, t, next);
 #pragma unroll
     for (int i = 0; i < kRounds; i++)
-      tx_copy_async<16, 0>(tx_cell_after(u.cell, i * TX_CELLS), further(s.param, i));
+      tx_copy_async<16, 0>(tx_cell_after(u.cell, i * TX_CELLS), further(param, i));
   }
 
   /* Called before the warp's first tile. */
@@ -159,15 +152,17 @@ struct usual_ops {
     if constexpr (kHas) {
       __shared__ block_cells cells;
       u.cell = tx_cell_of(cells.of_warp[threadIdx.x / TX_WARP]);
-      begin_reads(u, t, first);
-      begin_copies(u, t, first);
+      u.there = may_be(t, first);
+      begin_all(u, t, first);
     }
     return u;
   }
 
-  /* The checksum of the weights that were copied. */
-  static __device__ __forceinline__ uint64_t checksum_of_copies(const usual_state &u) {
+  /* Whether the tile, whose weights and stored checksum were copied, was written externally. */
+  static __device__ __forceinline__ bool was_written(const usual_state &u) {
     tx_checksum_sums sums = {};
+    uint32_t stored[4];
+    uint64_t checksum;
     const uint32_t lane = tx_lane_id();
 #pragma unroll
     for (int i = 0; i < kRounds; i++) {
@@ -175,38 +170,45 @@ struct usual_ops {
       tx_read_cell<0>(words, tx_cell_after(u.cell, i * TX_CELLS));
       tx_checksum_take(sums, words, tx_checksum_left(TX_CHECKSUM, (int32_t)lane * TX_VECTOR) - i * (TX_ROUND / 32));
     }
-    return tx_checksum_value(sums, lane);
+    tx_read_cell<kStored>(stored, u.cell);
+    memcpy(&checksum, stored, sizeof checksum);
+    return checksum != tx_checksum_value(sums, lane);
   }
 
   /* What a warp keeps of a tile while it steps it. */
   struct usual_tile {
     lane_streams streams;
     const char *next_param; /* of the next tile */
-    uint32_t old_scale, scale;
+    uint32_t scale;         /* the lane's new scale byte (scale_of) */
   };
 
   /* Called before the first round of a tile; u, of that tile, becomes that of the next one. */
   static __device__ __forceinline__ usual_tile enter(usual_state &u, const tx_step_table &t, const tx_tile &tile,
                                                      const tx_tile &next) {
-    const usual_tile here = {streams_of(t, tile), streams_of(t, next).param, u.scale, 0};
-    begin_reads(u, t, next);
+    usual_tile here = {streams_of(t, tile), streams_of(t, next).param, 0};
+#if defined(__CUDA_ARCH__)
+    /* Otherwise nvcc computes them anew for each use. */
+    asm("" : "+l"(here.streams.param), "+l"(here.streams.master), "+l"(here.streams.exp_avg),
+        "+l"(here.streams.exp_avg_sq), "+l"(here.streams.grad));
+#endif
+    u.there = may_be(t, next);
     return here;
   }
 
   /* Reads round i of a usual tile, and starts to copy what the warp needs next. */
-  static __device__ __forceinline__ void read(round_data &r, const usual_tile &here, const usual_state &u,
+  static __device__ __forceinline__ void read(round_data &r, const usual_tile &here, usual_state &u,
                                               const tx_step_table &t, const tx_tile &next, uint32_t i) {
     tx_wait_for_copies();
     get(r, u.cell, i);
     if constexpr (kScales) {
-      r.exp_avg_scale = scale_at(here.old_scale, (int)i);
-      r.exp_avg_sq_scale = scale_at(here.old_scale, kRounds + (int)i);
+      r.exp_avg_scale = scale_at(u.scale, (int)i);
+      r.exp_avg_sq_scale = scale_at(u.scale, kRounds + (int)i);
     }
     __syncwarp(); /* all of it is read before it is overwritten */
     if (i + 1 < kRounds) {
       copy(u.cell, here.streams, i + 1);
     } else if (u.there) {
-      copy(u.cell, streams_of(t, next), 0);
+      begin(u, t, next);
     }
     tx_copy_async_if<16, 0>(tx_cell_after(u.cell, (int32_t)i * TX_CELLS), further(here.next_param, i), u.there);
   }
@@ -245,7 +247,7 @@ struct usual_ops {
   }
 
   /* read and step. */
-  static __device__ __forceinline__ bool round(stepped_round &now, const usual_tile &here, const usual_state &u,
+  static __device__ __forceinline__ bool round(stepped_round &now, const usual_tile &here, usual_state &u,
                                                const tx_step_table &t, const tx_tile &tile, const tx_tile &next,
                                                const tensor_state &w, uint32_t i) {
     round_data r;

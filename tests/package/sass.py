@@ -124,25 +124,29 @@ def _successors(code: Sequence[Instruction]) -> list[list[int]]:
 
 
 Passes = Callable[[Instruction], bool]
-_Node = tuple[int, int, bool]  # position, bytes read before it, whether an instruction before it met `passes`
+_Node = tuple[int, int, int]  # position, bytes read before it, how many of `passes` were met before it
 
 
-def shortest_cycle(code: Sequence[Instruction], start: int, reads: int = 0, passes: Passes | None = None) -> list[int]:
+def shortest_cycle(
+    code: Sequence[Instruction], start: int, reads: int = 0, passes: Sequence[Passes] = ()
+) -> list[int]:
     """Returns the shortest path from `start` back to `start`, as positions; empty if there is none. On it, a lane reads
-    at least `reads` bytes and some instruction meets `passes`."""
+    at least `reads` bytes, and there is an instruction that meets the first of `passes`, one after it that meets the
+    second, and so on."""
     following = _successors(code)
 
-    def seen(i: int, read: int, passed: bool) -> tuple[int, bool]:
-        return min(reads, read + code[i].bytes_read), passed or (passes is not None and passes(code[i]))
+    def seen(i: int, read: int, passed: int) -> tuple[int, int]:
+        met = passed < len(passes) and passes[passed](code[i])
+        return min(reads, read + code[i].bytes_read), passed + met
 
-    first = seen(start, 0, passes is None)
+    first = seen(start, 0, 0)
     before: dict[_Node, _Node | None] = {(i, *first): None for i in following[start]}
     queue = deque(before)
     while queue:
         node = queue.popleft()
         i, read, passed = node
         if i == start:
-            if (read, passed) == (reads, True):
+            if (read, passed) == (reads, len(passes)):
                 return [start, *_path_to(before, node)]
             continue
         now = seen(*node)

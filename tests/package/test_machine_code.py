@@ -167,7 +167,7 @@ def _instructions_per_element(code: list[sass.Instruction], dithered: bool) -> f
     roots of its 8 elements are close together in the code."""
     roots = [i for i, one in enumerate(code) if one.operation == "MUFU.RSQ"]
     begin = next(first for first, last in zip(roots, roots[7:], strict=False) if last - first < 320)
-    return len(sass.shortest_cycle(code, begin, passes=(lambda one: _DITHER in one.operands) if dithered else None)) / 8
+    return len(sass.shortest_cycle(code, begin, passes=[lambda one: _DITHER in one.operands] if dithered else [])) / 8
 
 
 @pytest.mark.parametrize("name", ROUNDS)
@@ -189,7 +189,7 @@ def test_a_clip_s_statistics_stay_within_their_instructions(name: str, stats: Ke
     code, reads = stats.code, 32 * (4 if name == "fp32" else 2)
     ways = {}
     for begin in (i for i, one in enumerate(code) if one.operation.startswith("LDG.E.128")):
-        way = sass.shortest_cycle(code, begin, reads=reads, passes=lambda one: one.operation == "SHF.L.U32")
+        way = sass.shortest_cycle(code, begin, reads=reads, passes=[lambda one: one.operation == "SHF.L.U32"])
         loads = [i for i in way if code[i].name == "LDG"]
         if loads and 16 * len(set(loads)) == reads:
             ways[min(loads)] = len(way) / 32
@@ -220,5 +220,5 @@ def test_the_shortest_way_round_a_loop() -> None:
     assert way(0, reads=8) == way(0) and way(0, reads=12) == way(0)
     assert way(2) == ["20", "30", "50", "60", "90", "a0", "d0", "0", "10"], "through an instruction of another way"
     assert way(7)[:3] == ["70", "80", "a0"], "a barrier's lanes meet where it says"
-    assert "b0" in way(0, passes=lambda one: "0xc13fa9a9" in one.operands)
+    assert "b0" in way(0, passes=[lambda one: "0xc13fa9a9" in one.operands])
     assert way(len(code) - 1) == []
