@@ -139,8 +139,8 @@ static __device__ __forceinline__ bool tx_quick_may_double(const tx_block_format
   return (uint32_t)amax - plan.least < (f.element.max_code - 2u * one + 1u) << s;
 }
 
-/* The codes of a word of four elements, before doubling and without signs, in a signed format. Exponents of codes matter
- * modulo 16 only, so that four codes are rebased at a time. */
+/* The codes of a word of four elements, before doubling and without signs, in a signed format. Exponents of codes
+ * matter modulo 16 only, so that four codes are rebased at a time. */
 static __device__ __forceinline__ uint32_t tx_quick_codes(const tx_block_format f, const tx_quick_plan &plan,
                                                           const float (&x)[4], const uint32_t (&u)[4]) {
   const int s = 23 - f.element.mantissa_bits;
@@ -164,7 +164,7 @@ static __device__ __forceinline__ uint32_t tx_quick_codes(const tx_block_format 
  * (tx_block_largest), in the range of tx_quick_plan_from; in a sqrt format all values are above 0. Every lane of the
  * warp has to call it. */
 static __device__ __forceinline__ uint32_t tx_quick_encode(tx_raw &raw, const float (&x)[TX_VECTOR], int32_t amax,
-                                                          const uint32_t (&u)[TX_VECTOR], const tx_format format) {
+                                                           const uint32_t (&u)[TX_VECTOR], const tx_format format) {
   const tx_block_format f = tx_block_format_of(TX_U8, format);
   const tx_quick_plan plan = tx_quick_plan_from(f, amax);
   const bool may_double = __any_sync(0xffffffffu, tx_quick_may_double(f, plan, amax)) != 0;

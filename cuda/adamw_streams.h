@@ -139,9 +139,9 @@ static __device__ __forceinline__ void tx_round_plain(tx_raw &raw, const float (
 /* Encodes x into blocks with scales, U8 or F16; returns the scale byte. quick, amax: the block is one of U8 that
  * tx_quick_encode encodes, in all lanes of the warp. Every lane of the warp has to call it. */
 static __device__ __forceinline__ uint32_t tx_round_scaled(tx_raw &raw, const float (&x)[TX_VECTOR],
-                                                          const tx_dtype dtype, const tx_format format,
-                                                          int32_t rounding, bool quick, int32_t amax,
-                                                          const tx_lane_elements &here, const tx_noise &noise) {
+                                                           const tx_dtype dtype, const tx_format format,
+                                                           int32_t rounding, bool quick, int32_t amax,
+                                                           const tx_lane_elements &here, const tx_noise &noise) {
   uint32_t u[TX_VECTOR];
   tx_thresholds(u, noise, (uint32_t)here.first, (uint32_t)here.gap, rounding);
   if (rounding == TX_NEAREST) return tx_encode_block(raw, x, u, 0, dtype, format);

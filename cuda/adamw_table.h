@@ -64,9 +64,9 @@ struct tx_plain_entry {
   void *checksums;      /* NULL: none */
   void *step;           /* one fp32 */
   int64_t id;
-  uint32_t start;  /* the low half of tx_meta.start; thresholds depend on no more of it */
-  uint16_t group;  /* index into the launch's table of groups */
-  uint8_t weight;  /* row of TX_FOR_EACH_WEIGHT */
+  uint32_t start;      /* the low half of tx_meta.start; thresholds depend on no more of it */
+  uint16_t group;      /* index into the launch's table of groups */
+  uint8_t weight;      /* row of TX_FOR_EACH_WEIGHT */
   uint8_t aligned : 1; /* whether vectors of every stream are aligned to their size, or to 16 bytes */
   uint8_t usual : 1;   /* whether full tiles may be usual (adamw_usual.h) */
   uint8_t grad_dtype, exp_avg_dtype, exp_avg_sq_dtype;

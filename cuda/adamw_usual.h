@@ -128,7 +128,8 @@ struct usual_ops {
   static __device__ __forceinline__ void begin(usual_state &u, const tx_step_table &t, const tx_tile &next) {
     const tx_step_entry &e = t.entries[next.tensor];
     copy(u.cell, streams_of(t, next), 0);
-    if (e.checksums) tx_copy_async<8, kStored>(u.cell, (const uint64_t *)e.checksums + (uint64_t)next.begin / TX_CHECKSUM);
+    if (e.checksums)
+      tx_copy_async<8, kStored>(u.cell, (const uint64_t *)e.checksums + (uint64_t)next.begin / TX_CHECKSUM);
     if constexpr (kScales) {
       const uint8_t *const scale = scale_of(t, next);
       u.scale = scale ? *scale : 0u;
@@ -188,8 +189,9 @@ struct usual_ops {
     usual_tile here = {streams_of(t, tile), streams_of(t, next).param, 0};
 #if defined(__CUDA_ARCH__)
     /* Otherwise nvcc computes them anew for each use. */
-    asm("" : "+l"(here.streams.param), "+l"(here.streams.master), "+l"(here.streams.exp_avg),
-        "+l"(here.streams.exp_avg_sq), "+l"(here.streams.grad));
+    asm(""
+        : "+l"(here.streams.param), "+l"(here.streams.master), "+l"(here.streams.exp_avg),
+          "+l"(here.streams.exp_avg_sq), "+l"(here.streams.grad));
 #endif
     u.there = may_be(t, next);
     return here;

@@ -182,8 +182,8 @@ struct round_ops {
 
   /* tx_round_scaled for a dtype that may be known at run time only. */
   static __device__ __forceinline__ uint32_t encode(tx_raw &raw, const float (&x)[TX_VECTOR], const tx_dtype dtype,
-                                                   const tx_format format, int32_t rounding, bool quick, int32_t amax,
-                                                   const tx_lane_elements &here, const tx_noise &noise) {
+                                                    const tx_format format, int32_t rounding, bool quick, int32_t amax,
+                                                    const tx_lane_elements &here, const tx_noise &noise) {
     if (dtype == TX_U8) return tx_round_scaled(raw, x, TX_U8, format, rounding, quick, amax, here, noise);
     return tx_round_scaled(raw, x, TX_F16, format, rounding, false, 0, here, noise);
   }

@@ -5,7 +5,7 @@ load("//bazel:nvcc.bzl", "nvcc_objects")
 # Name -> what is defined. The ordinary library has what variants.h says.
 VARIANTS = {
     "plain": ["TX_CUDA_USUAL=0", "TX_CUDA_SECTORS=0"],
-    "ahead": ["TX_CUDA_USUAL=1", "TX_CUDA_SECTORS=0"],
+    "usual": ["TX_CUDA_USUAL=1", "TX_CUDA_SECTORS=0"],
     "sectors": ["TX_CUDA_USUAL=0", "TX_CUDA_SECTORS=1"],
 }
 

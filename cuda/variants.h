@@ -3,7 +3,7 @@
 #ifndef TX_CUDA_VARIANTS_H
 #define TX_CUDA_VARIANTS_H
 
-/* Warps read their next round ahead (adamw_ahead.h). */
+/* Usual tiles of steps with remainders have a path of their own, which reads ahead (adamw_usual.h). */
 #ifndef TX_CUDA_USUAL
 #define TX_CUDA_USUAL 1
 #endif

@@ -121,8 +121,9 @@ TEST(QuickMath, RemaindersOfHalfAUnitAreNoticedInEitherHalfOfAnyWord) {
     for (const uint32_t other : others)
       for (const uint32_t word : {half << 16 | other, other << 16 | half}) {
         const bool is = half == 0x8000 || other == 0x8000;
-        for (const uint32_t seen : {tx_see_ties(TX_NO_TIES, word, 0x00017fffu), tx_see_ties(TX_NO_TIES, 0xffff0000u, word),
-                                    tx_see_ties(tx_see_ties(TX_NO_TIES, word, 3u), 0x12348002u, 0u)}) {
+        for (const uint32_t seen :
+             {tx_see_ties(TX_NO_TIES, word, 0x00017fffu), tx_see_ties(TX_NO_TIES, 0xffff0000u, word),
+              tx_see_ties(tx_see_ties(TX_NO_TIES, word, 3u), 0x12348002u, 0u)}) {
           if (is) {
             ASSERT_TRUE(tx_has_tie(seen)) << word;
           } else if (word >> 16 != 0x8001) {

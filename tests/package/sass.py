@@ -127,9 +127,7 @@ Passes = Callable[[Instruction], bool]
 _Node = tuple[int, int, int]  # position, bytes read before it, how many of `passes` were met before it
 
 
-def shortest_cycle(
-    code: Sequence[Instruction], start: int, reads: int = 0, passes: Sequence[Passes] = ()
-) -> list[int]:
+def shortest_cycle(code: Sequence[Instruction], start: int, reads: int = 0, passes: Sequence[Passes] = ()) -> list[int]:
     """Returns the shortest path from `start` back to `start`, as positions; empty if there is none. On it, a lane reads
     at least `reads` bytes, and there is an instruction that meets the first of `passes`, one after it that meets the
     second, and so on."""

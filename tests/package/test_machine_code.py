@@ -17,16 +17,21 @@ class Limits(NamedTuple):
     stack: int  # bytes, mostly for spilled registers
     spills: int  # instructions that load or store spilled registers
     instructions: int  # of the whole kernel, its slow paths included
-    copies: int  # instructions that read ahead into shared memory, for the first round and for later ones; exact
+    copies: int  # instructions that copy into shared memory; exact
 
 
 # (row of TX_FOR_EACH_WEIGHT, kind of moments) of each configuration of the benchmark
 KERNELS = {"fp32": (0, 0), "bf16": (2, 1), "bf16_remainder": (3, 1), "8bit": (3, 2)}
+
+# Of a usual tile (cuda/adamw_usual.h): all of it, for a warp's first tile and after one that is not usual; another
+# round; the next tile's first round with the stored checksum; a round's weights of the next tile
+COPIES = 2 * (4 + 1 + 4) + 4 + (4 + 1) + 1
+
 LIMITS = {
-    "fp32": Limits(106, 0, 0, 5200, 0),
-    "bf16": Limits(128, 0, 0, 9200, 0),
-    "bf16_remainder": Limits(124, 0, 0, 7200, 2 * 5),
-    "8bit": Limits(128, 72, 61, 8000, 2 * 5),
+    "fp32": Limits(110, 0, 0, 5200, 0),
+    "bf16": Limits(120, 0, 0, 9200, 0),
+    "bf16_remainder": Limits(128, 0, 0, 7800, COPIES),
+    "8bit": Limits(128, 80, 75, 9000, COPIES),
 }
 
 
@@ -134,49 +139,92 @@ def test_whole_vectors_move_in_16_bytes(name: str, kernels: dict[str, Kernel]) -
 # -- instructions per element --------------------------------------------------------------------------------------
 
 # In a cycle, each of a multiprocessor's 4 schedulers issues an instruction for a warp of 32 lanes. This gives the
-# number of instructions per lane that can be issued while memory moves the bytes of one element. A kernel that needs
-# fewer is bound by memory.
-LANES, SCHEDULERS, MULTIPROCESSORS, HERTZ = 32, 4, 132, 1.755e9
-BYTES_PER_SECOND = {"H100": 3.35e12, "H200": 4.8e12}
-_DITHER = "0xc13fa9a9"  # TX_LATTICE_ELEMENT of csrc/math/dither.h
+# number of instructions per lane that can be issued while a copy moves the bytes of one element. The H200's figures are
+# measured: its clock during a step, and what a copy on the device moved, 0.89 of what its memory could. The H100's are
+# from its data sheet, with that share.
+LANES, SCHEDULERS, MULTIPROCESSORS = 32, 4, 132
+HERTZ = {"H100": 1.755e9, "H200": 1.96e9}
+BYTES_PER_SECOND = {"H100": 0.89 * 3.35e12, "H200": 4.25e12}
+AT_LEAST = 0.85  # of a copy's bandwidth, which a step is to reach
+ISSUED = 0.7  # of the instructions that can be issued; a kernel with 16 warps per multiprocessor reached 0.67
 
 
 class Round(NamedTuple):
     """The costs of the loop's round, which steps 8 elements of a lane, dithered, with bf16 gradients."""
 
     bytes: float  # read and written per element
-    limit: float  # instructions per element
+    limit: float  # instructions per element, with a quarter of what is needed once per tile of four rounds
+    is_usual: bool = False  # whether usual tiles have a path of their own
 
 
 ROUNDS = {
     "fp32": Round(26, 42.5),
     "bf16": Round(20, 49),
-    "bf16_remainder": Round(18, 56),
-    "8bit": Round(14 + 4 / 32, 72),
+    "bf16_remainder": Round(18, 61, is_usual=True),
+    "8bit": Round(14 + 4 / 32, 85, is_usual=True),
 }
 STATS = {"fp32": Round(4, 9.6), "bf16": Round(2, 10.8), "fp16": Round(2, 10.8)}
 
 
 def slots(bytes_per_element: float, gpu: str) -> float:
-    """Returns how many instructions per lane can be issued while memory moves the bytes of one element."""
-    return LANES * SCHEDULERS * MULTIPROCESSORS * HERTZ / BYTES_PER_SECOND[gpu] * bytes_per_element
+    """Returns how many instructions per lane can be issued while a copy moves the bytes of one element."""
+    return LANES * SCHEDULERS * MULTIPROCESSORS * HERTZ[gpu] / BYTES_PER_SECOND[gpu] * bytes_per_element
 
 
-def _instructions_per_element(code: list[sass.Instruction], dithered: bool) -> float:
-    """Returns the instructions per element of a round in which all square roots take the fast path. There the square
-    roots of its 8 elements are close together in the code."""
+def _is_dither(one: sass.Instruction) -> bool:
+    """Whether it adds TX_LATTICE_ELEMENT (csrc/math/dither.h)."""
+    return "0xc13fa9a9" in one.operands
+
+
+def _reduces(one: sass.Instruction) -> bool:
+    """Whether it adds a checksum's sums up over the warp."""
+    return one.operation == "SHFL.BFLY" and "0x10, 0x1f" in one.operands
+
+
+def _cell_of(offset: int, name: str) -> sass.Passes:
+    """Returns whether an instruction reads (LDS) or copies to (LDGSTS) that offset from a lane's cells."""
+    return lambda one: one.name == name and f"{offset:#x}]" in one.operands
+
+
+def _usual_tile(code: list[sass.Instruction], begin: int) -> float:
+    """Returns the instructions of a usual tile, divided by its four rounds: a round that copies the next one, what is
+    done between two tiles (the new checksum is stored, the next tile's compared), and what a tile's last round does in
+    addition: it starts to read the next tile's first one."""
+
+    def way(*passes: sass.Passes) -> int:
+        return len(sass.shortest_cycle(code, begin, passes=[_is_dither, *passes]))
+
+    def copies(one: sass.Instruction) -> bool:
+        return one.name == "LDGSTS"
+
+    def stores(one: sass.Instruction) -> bool:
+        return one.operation == "STG.E.64"
+
+    last_weights, stored = 3 * 512, 4 * 512  # usual_ops of cuda/adamw_usual.h
+    one = way(copies)
+    between = way(_reduces, stores, _cell_of(last_weights, "LDS"), _reduces, copies) - one
+    last = way(_cell_of(stored, "LDGSTS")) - one
+    assert min(one, between, last) > 0
+    return one + (between + last) / 4
+
+
+def _instructions_per_element(name: str, code: list[sass.Instruction]) -> float:
+    """Returns the instructions per element where all square roots take the fast path. There the square roots of a
+    round's 8 elements are close together in the code; the path of usual tiles comes first."""
     roots = [i for i, one in enumerate(code) if one.operation == "MUFU.RSQ"]
     begin = next(first for first, last in zip(roots, roots[7:], strict=False) if last - first < 320)
-    return len(sass.shortest_cycle(code, begin, passes=[lambda one: _DITHER in one.operands] if dithered else [])) / 8
+    if ROUNDS[name].is_usual:
+        return _usual_tile(code, begin) / 8
+    dithered = name != "fp32"  # fp32 states are not rounded
+    return len(sass.shortest_cycle(code, begin, passes=[_is_dither] if dithered else [])) / 8
 
 
 @pytest.mark.parametrize("name", ROUNDS)
 def test_a_step_needs_fewer_instructions_than_memory_leaves_time_for(name: str, kernels: dict[str, Kernel]) -> None:
-    dithered = name != "fp32"  # fp32 states are not rounded
-    found = _instructions_per_element(kernels[name].code, dithered)
+    found = _instructions_per_element(name, kernels[name].code)
     assert 30 < found <= ROUNDS[name].limit
     for gpu in BYTES_PER_SECOND:
-        assert found < 0.9 * slots(ROUNDS[name].bytes, gpu), gpu
+        assert found < ISSUED * slots(ROUNDS[name].bytes, gpu) / AT_LEAST, gpu
 
 
 @pytest.mark.parametrize("name", STATS)
@@ -195,7 +243,7 @@ def test_a_clip_s_statistics_stay_within_their_instructions(name: str, stats: Ke
             ways[min(loads)] = len(way) / 32
     found = min(ways.values()) if name == "fp32" else max(ways.values())
     assert len(ways) >= (1 if name == "fp32" else 2) and 8 < found <= STATS[name].limit
-    assert found < 0.9 * slots(STATS[name].bytes, "H200")
+    assert found < ISSUED * slots(STATS[name].bytes, "H200") / AT_LEAST
 
 
 def test_the_shortest_way_round_a_loop() -> None:
