@@ -134,7 +134,7 @@ tx_status tx_adapt_adamw_flat(const tx_value *v, const tx_target *target, tx_err
     args.resynced.data = (char *)args.skipped.data + sizeof(int64_t);
   }
   args.on_external_write = tx_value_code(&v[ON_EXTERNAL_WRITE]);
-  tx_tensor *tensors = malloc(((size_t)n * KINDS + 1) * sizeof *tensors);
+  tx_tensor *tensors = malloc(((size_t)n * (size_t)kinds + 1) * sizeof *tensors);
   if (!tensors) return tx_fail(error, TX_ERROR_OUT_OF_MEMORY, "no memory for the states of %lld params", (long long)n);
   unsigned present;
   tx_status status = cut_slices(&v[STATES], v[SLICES].tensors->data, n, kinds, tensors, &present, error);
@@ -156,8 +156,8 @@ tx_status tx_adapt_adamw_flat(const tx_value *v, const tx_target *target, tx_err
     args.healths = present & 1u << HEALTH ? tensors + HEALTH * n : NULL;
     args.ema_decay = v[EMA_DECAY].real;
     args.ema_every = v[EMA_EVERY].integer;
-    args.order = target->order;
-    args.order_bytes = target->order_bytes;
+    args.notes = target->notes;
+    args.notes_bytes = target->notes_bytes;
     status = target->backend->adamw(&args, target, error);
   }
   free(tensors);

@@ -33,6 +33,18 @@ tx_status tx_objects_resolve(tx_objects *objects, const void *exchange, void *co
   return TX_OK;
 }
 
+bool tx_objects_versions(tx_objects *objects, void *list, int64_t n, int64_t own, int64_t *versions) {
+  if (!objects->version_name) objects->version_name = objects->PyUnicode_InternFromString("_version");
+  for (int64_t i = 0; objects->version_name && i < n; i++) {
+    void *const tensor = objects->PyList_GetItem(list, (intptr_t)i);
+    void *const version = tensor ? objects->PyObject_GetAttr(tensor, objects->version_name) : NULL;
+    if (!version) return false;
+    versions[i] = objects->PyLong_AsLongLong(version) - own;
+    objects->Py_DecRef(version);
+  }
+  return !objects->PyErr_Occurred();
+}
+
 /* Remembers the device of the first tensor with elements, which all others must share. */
 typedef struct {
   const tx_objects *objects;

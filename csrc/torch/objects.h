@@ -20,12 +20,17 @@ typedef struct tx_objects {
   int (*tensor_from_object)(void *object, tx_dl_tensor *tensor);
   void *types[TX_PLAIN_TYPES]; /* tensor classes whose operators nothing but torch implements */
   int64_t n_types;
+  void *version_name; /* "_version" as a str; NULL before the first use */
 } tx_objects;
 
 /* Finds the functions. exchange: torch's DLPack table. types: Python classes, which must stay alive until the process
  * ends. TX_ERROR_UNAVAILABLE if the table has another major version, or if there is no Python in this process. */
 tx_status tx_objects_resolve(tx_objects *objects, const void *exchange, void *const *types, int64_t n_types,
                              tx_error *error);
+
+/* Reads the version counters of a list of n tensors into `versions`, each reduced by `own`. The caller holds the GIL.
+ * Returns false, with a Python error set, if an object has no such counter. */
+bool tx_objects_versions(tx_objects *objects, void *list, int64_t n, int64_t own, int64_t *versions);
 
 /* Reads a tuple with one entry per argument of the schema into stack->values; the caller holds the GIL. Returns false,
  * with no Python error set, if the operator must be called instead: an argument is left out; or a tensor is of a class

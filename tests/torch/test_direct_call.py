@@ -4,6 +4,7 @@ through it.
 An active mode makes every call go through the dispatcher; test_operators.py says which calls go past it otherwise.
 """
 
+import contextlib
 import random
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import torch_ext
+from torch_ext.native import direct_call
 
 SHAPES = [(3, 5), (7,), (1,), (), (2, 3, 4), (130,), (0,)]
 
@@ -161,3 +163,28 @@ def test_random_programs_end_in_the_same_bits_and_errors(seed: int, states: Any,
     direct = played(seed, states, dtype)
     with Passes():
         assert direct == played(seed, states, dtype)
+
+
+@pytest.mark.parametrize("own", [0, 3])
+@pytest.mark.parametrize("passes", [False, True])
+def test_version_counters_are_torchs(passes: bool, own: int) -> None:
+    tensors = [torch.ones(3) for _ in range(4)] + [
+        torch.ones(2).as_subclass(Watched),
+        torch.nn.Parameter(torch.ones(())),
+    ]
+    for n, t in enumerate(tensors):
+        for _ in range(n):
+            t.detach().add_(1)
+    with Passes() if passes else contextlib.nullcontext():
+        assert list(direct_call.versions(tensors, own)) == [t._version - own for t in tensors]
+        assert list(direct_call.versions([], own)) == []
+
+
+def test_a_tensor_without_a_version_counter_raises_torchs_error() -> None:
+    with torch.inference_mode():
+        inference = torch.ones(3)
+    with pytest.raises(RuntimeError) as expected:
+        inference._version  # noqa: B018
+    with pytest.raises(RuntimeError) as found:
+        direct_call.versions([torch.ones(3), inference], 0)
+    assert str(found.value) == str(expected.value)

@@ -536,24 +536,25 @@ def test_a_step_is(direct: list[bool]) -> None:
     assert direct == [True]
 
 
-@pytest.mark.parametrize("place", [0, -1, 5, 2**31 - 1])
-def test_the_order_of_memory_is_noted_and_may_be_nonsense(place: int, direct: list[bool]) -> None:
-    """`order` caches the parameters' order in memory between calls. Overlap must be rejected whatever it contains, and
-    a wrong order must be corrected."""
+def test_a_call_that_repeats_is_checked(direct: list[bool]) -> None:
+    """`notes` keep what a call has checked. A repeated call has the same bits, and one that reads memory which it
+    writes, or gets gradients of another dtype, is rejected nevertheless."""
     arguments = samples.adamw_flat()
     expected = run("adamw_flat_", copy(arguments))
-    order = torch_ext.native.direct_call.order_for(len(arguments[0]))
+    notes = torch_ext.native.direct_call.Notes(len(arguments[0]))
+    stepped = copy(arguments)
     for _ in range(2):
-        for i in range(len(order)):
-            order[i] = place
-        stepped = copy(arguments)
-        torch_ext.native.ops.call_unversioned("adamw_flat_", *stepped, order=order)
+        repeated = copy(arguments)
+        for to, new in zip(samples.tensors(stepped), samples.tensors(repeated), strict=True):
+            to.copy_(new)
+        torch_ext.native.ops.call_unversioned("adamw_flat_", *stepped, notes=notes)
         assert bits(stepped) == bits(expected)
-        noted = [i for i in order if i != place]
-        assert place in range(len(order)) or (sorted(noted) == list(range(len(noted))) and len(noted) > 2)
-    stepped[1][1] = stepped[0][1].detach()
-    with pytest.raises(RuntimeError, match="share memory"):
-        torch_ext.native.ops.call_unversioned("adamw_flat_", *stepped, order=order)
+        assert notes.arguments[0][0] == 1
+    grad = stepped[1][1]
+    for illegal, message in ((stepped[0][1].detach(), "share memory"), (grad.to(torch.int64), "grads.1. may be")):
+        stepped[1][1] = illegal
+        with pytest.raises(RuntimeError, match=message):
+            torch_ext.native.ops.call_unversioned("adamw_flat_", *stepped, notes=notes)
     assert direct == [True] * 2
 
 
