@@ -161,7 +161,7 @@ tx_status tx_torch_register(tx_error *error) {
 /* -- past torch's dispatcher
  * ------------------------------------------------------------------------------------------------------ */
 
-static tx_objects objects; /* written once, by tx_torch_objects; but for version_name, under the GIL */
+static tx_objects objects; /* written once, by tx_torch_objects; but for names of attributes, under the GIL */
 
 tx_status tx_torch_objects(const void *exchange, void *const *types, int64_t n_types, tx_error *error) {
   return tx_objects_resolve(&objects, exchange, types, n_types, error);
@@ -169,6 +169,10 @@ tx_status tx_torch_objects(const void *exchange, void *const *types, int64_t n_t
 
 void tx_torch_versions(void *tensors, int64_t n, int64_t own, int64_t *versions) {
   (void)tx_objects_versions(&objects, tensors, n, own, versions); /* the caller sees Python's error */
+}
+
+int64_t tx_torch_grads(void *tensors, int64_t n, const void *none, void *grads) {
+  return tx_objects_grads(&objects, tensors, n, none, grads);
 }
 
 tx_status tx_torch_call(int32_t i, void *arguments, void *notes, int64_t notes_bytes, int32_t *taken, tx_error *error) {

@@ -6,6 +6,7 @@ An active mode makes every call go through the dispatcher; test_operators.py say
 
 import contextlib
 import random
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -188,3 +189,28 @@ def test_a_tensor_without_a_version_counter_raises_torchs_error() -> None:
     with pytest.raises(RuntimeError) as found:
         direct_call.versions([torch.ones(3), inference], 0)
     assert str(found.value) == str(expected.value)
+
+
+@pytest.mark.parametrize("passes", [False, True])
+@pytest.mark.parametrize("missing", [0, 1, 4])
+def test_gradients_are_those_of_the_parameters(missing: int, passes: bool) -> None:
+    held = params(torch.float32)[:4]
+    for p in held[missing:]:
+        p.grad = torch.ones_like(p)
+    if missing == 0:
+        held[0].grad = torch.ones_like(held[0]).as_subclass(Watched)
+    with Passes() if passes else contextlib.nullcontext():
+        found, count = direct_call.grads(list(held))
+    assert count == missing
+    assert all(g is p.grad for g, p in zip(found, held, strict=True))
+    first = found[-1]
+    references = sys.getrefcount(first)
+    for _ in range(3):
+        direct_call.grads(list(held))
+    assert sys.getrefcount(first) == references or first is None
+    assert direct_call.grads([]) == ([], 0)
+
+
+def test_what_has_no_gradient_raises_pythons_error() -> None:
+    with pytest.raises(AttributeError, match="grad"):
+        direct_call.grads([torch.ones(3), 5])  # type: ignore[list-item]

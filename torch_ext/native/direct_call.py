@@ -91,6 +91,22 @@ def versions(tensors: list[Tensor], own: int) -> "array[int]":
     return found
 
 
+def grads(tensors: list[Tensor]) -> tuple[list[Tensor | None], int]:
+    """Returns the `.grad` of each tensor, and how many of them are None."""
+    if caller() is None:
+        found = [t.grad for t in tensors]
+        return found, sum(g is None for g in found)
+    found = [None] * len(tensors)
+    return found, _read_grads()(tensors, len(tensors), None, found)
+
+
+@functools.cache
+def _read_grads() -> Callable[[list[Tensor], int, None, list[Tensor | None]], int]:
+    items = ctypes.py_object
+    of = (items, ctypes.c_int64, items, items)
+    return library.function("tx_torch_grads", *of, restype=ctypes.c_int64, keep_gil=True)
+
+
 @functools.cache
 def _read_versions() -> Callable[[list[Tensor], int, int, int], None]:
     number = ctypes.c_int64

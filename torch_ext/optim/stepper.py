@@ -1,8 +1,7 @@
 """The step of an optimizer: in step(), in backward, on the device and on the host."""
 
 from collections.abc import Callable
-from itertools import repeat
-from operator import is_not
+from itertools import compress
 from typing import cast
 
 import torch
@@ -43,9 +42,10 @@ class Stepper:
         states, scaling = self._states, self._scaling
         all_params = states.all_params()
         shards = states.current_shards(all_params)
-        grads = shards.grads()
+        grads, missing = shards.counted_grads()
         scaling.refuse_local_scaler(shards)
-        active, present = _present(grads)
+        active = [True] * len(grads) if missing == 0 else [g is not None for g in grads]
+        present = cast(list[Tensor], grads if missing == 0 else list(compress(grads, active)))
         if not present:
             if released:
                 self._end_measurement()
@@ -231,13 +231,6 @@ def _note_failure(stepper: Stepper, progress: StepProgress, failure: BaseExcepti
     if progress.wrote:
         stepper.unfinished.note(stepper.plan, progress, failure)
         stepper.end_partial_step()
-
-
-def _present(grads: list[Tensor | None]) -> tuple[list[bool], list[Tensor]]:
-    """Returns for each gradient whether there is one, and those that there are."""
-    if all(map(is_not, grads, repeat(None))):
-        return [True] * len(grads), cast(list[Tensor], grads)
-    return [g is not None for g in grads], [g for g in grads if g is not None]
 
 
 def _refuse_settings(optimizer: Settings) -> None:
