@@ -61,7 +61,7 @@ class Notes:
     operator notes what it has checked (tx_adamw_args.notes), and memory for its answers."""
 
     def __init__(self, params: int = 0) -> None:
-        memory = (ctypes.c_int64 * (64 + 40 * params if params else 0))()
+        memory = (ctypes.c_int64 * (64 + 76 * params if params else 0))()
         self.taken, self.error = ctypes.c_int32(), library.Error()
         self.arguments = memory, ctypes.sizeof(memory), ctypes.byref(self.taken), ctypes.byref(self.error)
 

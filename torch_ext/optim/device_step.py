@@ -24,7 +24,7 @@ class StepBatch(NamedTuple):
     meta: Tensor
     gather: AllGatherTarget  # the bucket whose weights are all-gathered after the call
     signature: int  # of the dtypes and shapes that the weights must have
-    notes: direct_call.Notes
+    notes: direct_call.Notes  # of this batch's calls
 
     def of(self, grads: list[Tensor]) -> list[Tensor]:
         return grads if self.rows is None else [grads[i] for i in self.rows]
