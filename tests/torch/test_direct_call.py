@@ -4,9 +4,7 @@ through it.
 An active mode makes every call go through the dispatcher; test_operators.py says which calls go past it otherwise.
 """
 
-import contextlib
 import random
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +14,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import torch_ext
-from torch_ext.native import direct_call
 
 SHAPES = [(3, 5), (7,), (1,), (), (2, 3, 4), (130,), (0,)]
 
@@ -164,56 +161,6 @@ def test_random_programs_end_in_the_same_bits_and_errors(seed: int, states: Any,
     direct = played(seed, states, dtype)
     with Passes():
         assert direct == played(seed, states, dtype)
-
-
-@pytest.mark.parametrize("own", [0, 3])
-@pytest.mark.parametrize("passes", [False, True])
-def test_version_counters_are_torchs(passes: bool, own: int) -> None:
-    tensors = [torch.ones(3) for _ in range(4)] + [
-        torch.ones(2).as_subclass(Watched),
-        torch.nn.Parameter(torch.ones(())),
-    ]
-    for n, t in enumerate(tensors):
-        for _ in range(n):
-            t.detach().add_(1)
-    with Passes() if passes else contextlib.nullcontext():
-        assert list(direct_call.versions(tensors, own)) == [t._version - own for t in tensors]
-        assert list(direct_call.versions([], own)) == []
-
-
-def test_a_tensor_without_a_version_counter_raises_torchs_error() -> None:
-    with torch.inference_mode():
-        inference = torch.ones(3)
-    with pytest.raises(RuntimeError) as expected:
-        inference._version  # noqa: B018
-    with pytest.raises(RuntimeError) as found:
-        direct_call.versions([torch.ones(3), inference], 0)
-    assert str(found.value) == str(expected.value)
-
-
-@pytest.mark.parametrize("passes", [False, True])
-@pytest.mark.parametrize("missing", [0, 1, 4])
-def test_gradients_are_those_of_the_parameters(missing: int, passes: bool) -> None:
-    held = params(torch.float32)[:4]
-    for p in held[missing:]:
-        p.grad = torch.ones_like(p)
-    if missing == 0:
-        held[0].grad = torch.ones_like(held[0]).as_subclass(Watched)
-    with Passes() if passes else contextlib.nullcontext():
-        found, count = direct_call.grads(list(held))
-    assert count == missing
-    assert all(g is p.grad for g, p in zip(found, held, strict=True))
-    first = found[-1]
-    references = sys.getrefcount(first)
-    for _ in range(3):
-        direct_call.grads(list(held))
-    assert sys.getrefcount(first) == references or first is None
-    assert direct_call.grads([]) == ([], 0)
-
-
-def test_what_has_no_gradient_raises_pythons_error() -> None:
-    with pytest.raises(AttributeError, match="grad"):
-        direct_call.grads([torch.ones(3), 5])  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("numel", [3, 40_000])
