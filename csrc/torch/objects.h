@@ -32,8 +32,8 @@ tx_status tx_objects_resolve(tx_objects *objects, const void *exchange, void *co
  * Returns false, with a Python error set, if an object has no such counter. */
 bool tx_objects_versions(tx_objects *objects, void *list, int64_t n, int64_t own, int64_t *versions);
 
-/* Puts the gradient of each of a list of n tensors into `grads`, a list of n. The caller holds the GIL. Returns how many
- * are `none`, Python's None; -1, with a Python error set, if an object has no such attribute. */
+/* Puts the gradient of each of a list of n tensors into `grads`, a list of n. The caller holds the GIL. Returns how
+ * many are `none`, Python's None; -1, with a Python error set, if an object has no such attribute. */
 int64_t tx_objects_grads(tx_objects *objects, void *list, int64_t n, const void *none, void *grads);
 
 /* Reads a tuple with one entry per argument of the schema into stack->values; the caller holds the GIL. Returns false,
