@@ -20,18 +20,26 @@ TX_API tx_status tx_torch_register(tx_error *error);
  * operators. TX_ERROR_BAD_STATE before tx_torch_register. */
 TX_API tx_status tx_torch_parallel(tx_parallel *parallel, tx_error *error);
 
-/* Operator calls that bypass torch's dispatcher; for the Python package. The caller of both functions holds the GIL.
+/* Operator calls that bypass torch's dispatcher; for the Python package. The caller of these functions holds the GIL.
  *
  * tx_torch_objects says, once, how Python objects are read. exchange: the content of the capsule
  * torch.Tensor.__dlpack_c_exchange_api__. types: the tensor classes that may be read this way. TX_ERROR_UNAVAILABLE if
  * they cannot be.
  *
  * tx_torch_call calls operator i of the table below with a tuple of all its arguments; it releases the GIL while the
- * operator runs. order, order_bytes: as in tx_adamw_args. *taken is 0, and nothing has happened, if the call must go
- * through torch's dispatcher. */
+ * operator runs. notes, notes_bytes: as in tx_adamw_args. *taken is 0, and nothing has happened, if the call must go
+ * through torch's dispatcher.
+ *
+ * tx_torch_versions reads the version counters of a list of n tensors, each reduced by `own`: versions [n]. If an
+ * object of the list has none, it returns with a Python error set.
+ *
+ * tx_torch_grads puts the `grad` of each of a list of n tensors into `grads`, a list of n. none: Python's None. Returns
+ * how many of them are None; -1, with a Python error set, if an object of the list has no such attribute. */
 TX_API tx_status tx_torch_objects(const void *exchange, void *const *types, int64_t n_types, tx_error *error);
-TX_API tx_status tx_torch_call(int32_t i, void *arguments, void *order, int64_t order_bytes, int32_t *taken,
+TX_API tx_status tx_torch_call(int32_t i, void *arguments, void *notes, int64_t notes_bytes, int32_t *taken,
                                tx_error *error);
+TX_API void tx_torch_versions(void *tensors, int64_t n, int64_t own, int64_t *versions);
+TX_API int64_t tx_torch_grads(void *tensors, int64_t n, const void *none, void *grads);
 
 /* Loads libtorch_ext_cuda.so, which has the operators for tensors on GPUs, and returns its path. It is the file next to
  * this library, or the one that the environment variable TORCH_EXT_CUDA_LIBRARY names. It is loaded by this call or by

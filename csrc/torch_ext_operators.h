@@ -141,10 +141,11 @@ typedef struct tx_adamw_args {
   double ema_decay;  /* ema += (1 - ema_decay) * (master - ema), in fp32, dithered to 16 or 24 bits; in [0, 1) */
   int64_t ema_every; /* >= 1: the average is updated in steps whose number is a multiple of it; the first of these sets
                         ema = master */
-  void *order; /* NULL, or order_bytes bytes, zero at first: caches (as int32) the order of the tensors in memory, so
-                  that the next call with the same arrangement checks for overlap in less time. Also written by a
-                  rejected call and by tx_adamw_check. Any content is legal. For one call at a time */
-  int64_t order_bytes; /* 64 per parameter are enough */
+  void *notes; /* NULL, or notes_bytes bytes, aligned to 8 and zero at first: an accepted call, and tx_adamw_check, note
+                  the tensors that are written, so that a call that writes the same ones is checked in less time.
+                  Everything is checked in any case. Only these calls may write to it; for one call at a time */
+  int64_t notes_bytes; /* 512 and 320 per parameter are enough without optional outputs, 608 with all of them; where
+                          there is too little room, nothing is noted */
 } tx_adamw_args;
 #define TX_ADAMW_ARGS_INIT \
   { .size = sizeof(tx_adamw_args), .moment_rounding = TX_DITHERED, .weight_rounding = TX_DITHERED, .ema_every = 1 }
@@ -169,7 +170,7 @@ typedef struct tx_health {
 TX_API tx_status tx_health_of(tx_tensor health, tx_health *found, tx_error *error);
 
 /* Checks whether tx_adamw or tx_adamw_offloaded would accept these arguments; fails as they would. Writes nothing
- * except `order`, and reads only steps and lrs. For a step that is split into several calls: check all of them first,
+ * except `notes`, and reads only steps and lrs. For a step that is split into several calls: check all of them first,
  * so that none is rejected after others are done. */
 TX_API tx_status tx_adamw_check(const tx_adamw_args *args, tx_error *error);
 

@@ -9,6 +9,7 @@
 #include "csrc/core/status.h"
 #include "csrc/core/text.h"
 #include "csrc/ops/operator_checks.h"
+#include "csrc/ops/repeat_check.h"
 #include "csrc/ops/step_outputs.h"
 #include "csrc/ops/tensor.h"
 
@@ -143,7 +144,8 @@ tx_status tx_check_external(const char *name, int32_t on_external_write, tx_erro
                  (int)on_external_write);
 }
 
-static tx_status check_tensor(const tx_adamw_args *a, int64_t i, int reads_values, tx_error *error) {
+/* Checks what depends on nothing but the tensors of parameter i. */
+static tx_status check_tensor(const tx_adamw_args *a, int64_t i, tx_error *error) {
   const int64_t numel = a->params[i].numel;
   /* the dtypes of an empty parameter do not matter: there is nothing to step */
   if (numel > 0 && !is_legal(a, i)) return fail_combo(a, i, error);
@@ -171,14 +173,45 @@ static tx_status check_tensor(const tx_adamw_args *a, int64_t i, int reads_value
     return tx_fail(error, TX_ERROR_SHAPE, "steps[%lld] is %lld elements of %s; one fp32 is legal", (long long)i,
                    (long long)step.numel, tx_dtype_name(step.dtype));
   }
-  if (reads_values) TX_FORWARD(tx_check_step_value(step, i, error));
+  return TX_OK;
+}
+
+static tx_status check_values(const tx_adamw_args *a, int64_t i, int reads_values, tx_error *error) {
+  if (reads_values) TX_FORWARD(tx_check_step_value(a->steps[i], i, error));
   const tx_meta meta = tx_meta_of(a->meta, i);
-  if (meta.start < 0 || meta.group < 0 || meta.group >= a->n_groups) {
-    return tx_fail(error, TX_ERROR_ILLEGAL_VALUE,
-                   "meta[%lld] has start %lld and group %lld; start >= 0 and a group in [0, %lld) are legal",
-                   (long long)i, (long long)meta.start, (long long)meta.group, (long long)a->n_groups);
+  if (meta.start >= 0 && meta.group >= 0 && meta.group < a->n_groups) return TX_OK;
+  return tx_fail(error, TX_ERROR_ILLEGAL_VALUE,
+                 "meta[%lld] has start %lld and group %lld; start >= 0 and a group in [0, %lld) are legal",
+                 (long long)i, (long long)meta.start, (long long)meta.group, (long long)a->n_groups);
+}
+
+/* Checks the tensors of all parameters. repeats: those that are written passed before (Note [repeated checks]). */
+static tx_status check_lists(const tx_adamw_args *a, const tx_span *spans, int64_t n_spans, int repeats,
+                             tx_error *error) {
+  for (int64_t s = 0; s < n_spans; s++)
+    if (!repeats || !spans[s].writes) TX_FORWARD(tx_check_tensors(&spans[s], 1, error));
+  TX_FORWARD(tx_check_same_numel("grads", a->grads, "params", a->params, a->n, error));
+  if (!repeats) {
+    TX_FORWARD(tx_check_same_numel("exp_avgs", a->exp_avgs, "params", a->params, a->n, error));
+    TX_FORWARD(tx_check_same_numel("exp_avg_sqs", a->exp_avg_sqs, "params", a->params, a->n, error));
+  }
+  for (int64_t i = 0; i < a->n; i++) {
+    if (!repeats) {
+      TX_FORWARD(check_tensor(a, i, error));
+    } else if (a->params[i].numel && tx_combo_grad(a->grads[i].dtype) < 0) {
+      return fail_combo(a, i, error);
+    }
   }
   return TX_OK;
+}
+
+static tx_status check_scalars(const tx_adamw_args *a, int reads_values, tx_error *error) {
+  TX_FORWARD(tx_check_fixed("grad_scale", a->grad_scale, TX_F32, 1, 0, error));
+  TX_FORWARD(tx_check_fixed("clip_coef", a->clip_coef, TX_F32, 1, 0, error));
+  TX_FORWARD(tx_check_fixed("found_inf", a->found_inf, TX_F32, 1, 0, error));
+  TX_FORWARD(tx_check_fixed("skipped", a->skipped, TX_I64, 1, 0, error));
+  TX_FORWARD(tx_check_fixed("resynced", a->resynced, TX_I64, 1, 0, error));
+  return check_groups(a, reads_values, error);
 }
 
 static tx_status check(const tx_adamw_args *a, int reads_values, tx_error *error) {
@@ -211,20 +244,16 @@ static tx_status check(const tx_adamw_args *a, int reads_values, tx_error *error
   const tx_step_outputs outputs = TX_STEP_OUTPUTS_OF(a);
   TX_FORWARD(tx_check_step_outputs(&outputs, error));
   const int64_t n_spans = (int64_t)(sizeof spans / sizeof *spans);
-  TX_FORWARD(tx_check_tensors(spans, n_spans, error));
-  TX_FORWARD(tx_check_fixed("grad_scale", a->grad_scale, TX_F32, 1, 0, error));
-  TX_FORWARD(tx_check_fixed("clip_coef", a->clip_coef, TX_F32, 1, 0, error));
-  TX_FORWARD(tx_check_fixed("found_inf", a->found_inf, TX_F32, 1, 0, error));
-  TX_FORWARD(tx_check_fixed("skipped", a->skipped, TX_I64, 1, 0, error));
-  TX_FORWARD(tx_check_fixed("resynced", a->resynced, TX_I64, 1, 0, error));
-  TX_FORWARD(check_groups(a, reads_values, error));
-  TX_FORWARD(tx_check_same_numel("grads", a->grads, "params", a->params, a->n, error));
-  TX_FORWARD(tx_check_same_numel("exp_avgs", a->exp_avgs, "params", a->params, a->n, error));
-  TX_FORWARD(tx_check_same_numel("exp_avg_sqs", a->exp_avg_sqs, "params", a->params, a->n, error));
+  const tx_notes notes = {a->notes, a->notes_bytes};
+  const int repeats = tx_notes_repeat(&notes, spans, n_spans);
+  TX_FORWARD(check_lists(a, spans, n_spans, repeats, error));
+  TX_FORWARD(check_scalars(a, reads_values, error));
   for (int64_t i = 0; i < a->n; i++)
-    TX_FORWARD(check_tensor(a, i, reads_values, error));
-  const tx_order order = {a->order, a->order ? a->order_bytes / (int64_t)sizeof(int32_t) : 0};
-  return tx_check_overlap_cached(spans, n_spans, &order, error);
+    TX_FORWARD(check_values(a, i, reads_values, error));
+  if (repeats && tx_notes_reads_are_apart(&notes, spans, n_spans)) return TX_OK;
+  TX_FORWARD(tx_check_overlap(spans, n_spans, error));
+  tx_notes_take(&notes, spans, n_spans);
+  return TX_OK;
 }
 
 tx_status tx_check_adamw(const tx_adamw_args *a, int reads_values, tx_error *error) {

@@ -19,14 +19,14 @@ tx_status tx_check_tensors(const tx_span *spans, int64_t n_spans, tx_error *erro
  * worst, O(n) if lists are in address order. */
 tx_status tx_check_overlap(const tx_span *spans, int64_t n_spans, tx_error *error);
 
-/* tx_check_overlap with a cache of the order of the tensors in memory, which makes the next call with the same
- * arrangement O(n). places: the cache, for `room` entries; with fewer entries than tensors it is not used. Any content
- * is legal. */
-typedef struct tx_order {
-  int32_t *places;
-  int64_t room;
-} tx_order;
-tx_status tx_check_overlap_cached(const tx_span *spans, int64_t n_spans, const tx_order *order, tx_error *error);
+/* Bytes [begin, end) of memory. */
+typedef struct tx_memory_range {
+  uintptr_t begin, end;
+} tx_memory_range;
+
+/* Puts the memory that is written into `ranges`, ascending, neighbours that touch as one. The lists must have passed
+ * tx_check_overlap. Returns how many there are; -1 if there is no room for them, or no memory to sort them. */
+int64_t tx_written_ranges(const tx_span *spans, int64_t n_spans, tx_memory_range *ranges, int64_t room);
 
 /* tx_check_overlap without one entry of a list; NULL: with all. */
 tx_status tx_check_overlap_but(const tx_span *spans, int64_t n_spans, const tx_tensor *left_out, tx_error *error);

@@ -6,12 +6,9 @@
 
 typedef struct range {
   uintptr_t begin, end;
-  int16_t span, writes;
-  int32_t place; /* index in the order of `collect` */
+  int32_t span, writes;
   int64_t index;
 } range;
-
-static const tx_order kNotCached = {NULL, 0};
 
 enum { FEW = 8 }; /* tensors up to which nothing is allocated: enough for tx_compress, and for one cast */
 
@@ -65,7 +62,7 @@ static int64_t collect(const tx_span *spans, int64_t n_spans, const tx_tensor *l
       if (join && n > first && ranges[n - 1].end == begin) {
         ranges[n - 1].end = end;
       } else {
-        ranges[n] = (range){begin, end, (int16_t)s, (int16_t)spans[s].writes, (int32_t)n, i};
+        ranges[n] = (range){begin, end, (int32_t)s, spans[s].writes, i};
         n++;
       }
     }
@@ -73,30 +70,9 @@ static int64_t collect(const tx_span *spans, int64_t n_spans, const tx_tensor *l
   return n;
 }
 
-/* Whether ranges ascend in this order; if so it contains each of them once. Puts them into `to` in this order. */
-static int ascends(const range *from, range *to, int64_t n, const tx_order *order) {
-  if (n > order->room) return 0;
-  for (int64_t k = 0; k < n; k++) {
-    const int32_t place = order->places[k];
-    if (place < 0 || place >= n) return 0;
-    to[k] = from[place];
-    if (k && to[k].begin <= to[k - 1].begin) return 0;
-  }
-  return 1;
-}
-
-/* Returns the ranges in ascending order, and caches that order. memory has room for the ranges twice. */
-static const range *sorted(range *memory, int64_t n, const tx_order *order) {
-  if (ascends(memory, memory + n, n, order)) return memory + n;
-  const range *r = sort(memory, memory + n, n);
-  for (int64_t k = 0; k < n && n <= order->room; k++)
-    order->places[k] = r[k].place;
-  return r;
-}
-
 /* Looks for two ranges that share memory that is written. */
-static int find_overlap(range *memory, int64_t n, const tx_order *order, range found[2]) {
-  const range *r = n ? sorted(memory, n, order) : memory;
+static int find_overlap(range *memory, int64_t n, range found[2]) {
+  const range *r = n ? sort(memory, memory + n, n) : memory;
   const range *written = NULL, *any = NULL; /* of the ranges so far, the one with the largest end */
   for (int64_t i = 0; i < n; i++) {
     const range *before = r[i].writes ? any : written;
@@ -111,8 +87,7 @@ static int find_overlap(range *memory, int64_t n, const tx_order *order, range f
   return 0;
 }
 
-static tx_status check(const tx_span *spans, int64_t n_spans, const tx_tensor *left_out, const tx_order *order,
-                       tx_error *error) {
+static tx_status check(const tx_span *spans, int64_t n_spans, const tx_tensor *left_out, tx_error *error) {
   int64_t capacity = 0;
   for (int64_t s = 0; s < n_spans; s++)
     capacity += spans[s].tensors ? spans[s].n : 0;
@@ -124,8 +99,8 @@ static tx_status check(const tx_span *spans, int64_t n_spans, const tx_tensor *l
    * tensors. */
   range found[2];
   tx_status status = TX_OK;
-  if (find_overlap(memory, collect(spans, n_spans, left_out, 1, memory), order, found) &&
-      find_overlap(memory, collect(spans, n_spans, left_out, 0, memory), &kNotCached, found)) {
+  if (find_overlap(memory, collect(spans, n_spans, left_out, 1, memory), found) &&
+      find_overlap(memory, collect(spans, n_spans, left_out, 0, memory), found)) {
     status = tx_fail(error, TX_ERROR_OVERLAP,
                      "%s[%lld] and %s[%lld] share memory; each tensor that is written needs memory of its own",
                      spans[found[0].span].name, (long long)found[0].index, spans[found[1].span].name,
@@ -136,13 +111,33 @@ static tx_status check(const tx_span *spans, int64_t n_spans, const tx_tensor *l
 }
 
 tx_status tx_check_overlap(const tx_span *spans, int64_t n_spans, tx_error *error) {
-  return check(spans, n_spans, NULL, &kNotCached, error);
+  return check(spans, n_spans, NULL, error);
 }
 
 tx_status tx_check_overlap_but(const tx_span *spans, int64_t n_spans, const tx_tensor *left_out, tx_error *error) {
-  return check(spans, n_spans, left_out, &kNotCached, error);
+  return check(spans, n_spans, left_out, error);
 }
 
-tx_status tx_check_overlap_cached(const tx_span *spans, int64_t n_spans, const tx_order *order, tx_error *error) {
-  return check(spans, n_spans, NULL, order, error);
+int64_t tx_written_ranges(const tx_span *spans, int64_t n_spans, tx_memory_range *ranges, int64_t room) {
+  int64_t capacity = 0;
+  for (int64_t s = 0; s < n_spans; s++)
+    capacity += spans[s].writes && spans[s].tensors ? spans[s].n : 0;
+  if (capacity == 0) return 0;
+  range *memory = malloc(2 * (size_t)capacity * sizeof *memory);
+  if (!memory) return -1;
+  int64_t n = 0, found = 0;
+  for (int64_t s = 0; s < n_spans; s++)
+    n += spans[s].writes ? collect(&spans[s], 1, NULL, 1, memory + n) : 0;
+  const range *r = n ? sort(memory, memory + n, n) : memory;
+  for (int64_t i = 0; i < n && found >= 0; i++) {
+    if (found && ranges[found - 1].end == r[i].begin) {
+      ranges[found - 1].end = r[i].end;
+    } else if (found < room) {
+      ranges[found++] = (tx_memory_range){r[i].begin, r[i].end};
+    } else {
+      found = -1;
+    }
+  }
+  free(memory);
+  return found;
 }

@@ -75,32 +75,50 @@ typedef struct slice {
 } slice;
 #define WORDS ((int64_t)(sizeof(slice) / sizeof(int64_t)))
 
-/* Makes lists of tensors from the slices of n parameters: kind k of parameter i is at [k * n + i]. kinds: slices per
- * row. Bit k of *present: some parameter has that kind. */
+static tx_status fail_slice(const tx_value *states, const slice *s, int64_t i, int k, tx_error *error) {
+  const int known = s->state >= 0 && s->state < states->n;
+  return tx_fail(error, TX_ERROR_SHAPE,
+                 "slices[%lld]: %s is %lld elements from %lld of states[%lld], which has %lld (of %lld states); "
+                 "slices inside a state are legal",
+                 (long long)i, kKinds[k], (long long)s->numel, (long long)s->first, (long long)s->state,
+                 (long long)(known ? states->tensors[s->state].numel : 0), (long long)states->n);
+}
+
+/* Makes a list of tensors from slices k of n parameters. kinds: slices per row. Returns the index of the first that is
+ * not legal; n if there is none. *present: whether some parameter has that kind. Lists are made kind by kind, since the
+ * slices of a kind are mostly of one state. */
+static int64_t cut_kind(const tx_value *states, const slice *slices, int64_t n, int kinds, int k, tx_tensor *tensors,
+                        int *present) {
+  int64_t at = -1, size = 0;
+  tx_tensor state = tx_none();
+  *present = 0;
+  for (int64_t i = 0; i < n; i++) {
+    const slice *s = &slices[i * kinds + k];
+    tensors[i] = tx_none();
+    if (s->numel == 0) continue;
+    if (s->state != at) {
+      if (s->state < 0 || s->state >= states->n) return i;
+      at = s->state;
+      state = states->tensors[at];
+      size = tx_element_size(state.dtype);
+    }
+    if (s->first < 0 || s->numel < 0 || s->numel > state.numel || s->first > state.numel - s->numel) return i;
+    tensors[i] = (tx_tensor){(char *)state.data + s->first * size, s->numel, state.dtype, state.reserved};
+    *present = 1;
+  }
+  return n;
+}
+
+/* Makes lists of tensors from the slices of n parameters: kind k of parameter i is at [k * n + i]. Bit k of *present:
+ * some parameter has that kind. */
 static tx_status cut_slices(const tx_value *states, const slice *slices, int64_t n, int kinds, tx_tensor *tensors,
                             unsigned *present, tx_error *error) {
   *present = 0;
-  for (int64_t i = 0; i < n; i++) {
-    for (int k = 0; k < kinds; k++) {
-      const slice *s = &slices[i * kinds + k];
-      tx_tensor *tensor = &tensors[k * n + i];
-      if (s->numel == 0) {
-        *tensor = tx_none();
-        continue;
-      }
-      const int known = s->state >= 0 && s->state < states->n;
-      const int64_t numel = known ? states->tensors[s->state].numel : 0;
-      if (!known || s->first < 0 || s->numel < 0 || s->numel > numel || s->first > numel - s->numel)
-        return tx_fail(error, TX_ERROR_SHAPE,
-                       "slices[%lld]: %s is %lld elements from %lld of states[%lld], which has %lld (of %lld states); "
-                       "slices inside a state are legal",
-                       (long long)i, kKinds[k], (long long)s->numel, (long long)s->first, (long long)s->state,
-                       (long long)numel, (long long)states->n);
-      *tensor = states->tensors[s->state];
-      tensor->data = tx_advanced(*tensor, s->first);
-      tensor->numel = s->numel;
-      *present |= 1u << k;
-    }
+  for (int k = 0; k < kinds; k++) {
+    int found;
+    const int64_t legal = cut_kind(states, slices, n, kinds, k, &tensors[k * n], &found);
+    if (legal < n) return fail_slice(states, &slices[legal * kinds + k], legal, k, error);
+    *present |= (unsigned)found << k;
   }
   return TX_OK;
 }
@@ -134,7 +152,7 @@ tx_status tx_adapt_adamw_flat(const tx_value *v, const tx_target *target, tx_err
     args.resynced.data = (char *)args.skipped.data + sizeof(int64_t);
   }
   args.on_external_write = tx_value_code(&v[ON_EXTERNAL_WRITE]);
-  tx_tensor *tensors = malloc(((size_t)n * KINDS + 1) * sizeof *tensors);
+  tx_tensor *tensors = malloc(((size_t)n * (size_t)kinds + 1) * sizeof *tensors);
   if (!tensors) return tx_fail(error, TX_ERROR_OUT_OF_MEMORY, "no memory for the states of %lld params", (long long)n);
   unsigned present;
   tx_status status = cut_slices(&v[STATES], v[SLICES].tensors->data, n, kinds, tensors, &present, error);
@@ -156,8 +174,8 @@ tx_status tx_adapt_adamw_flat(const tx_value *v, const tx_target *target, tx_err
     args.healths = present & 1u << HEALTH ? tensors + HEALTH * n : NULL;
     args.ema_decay = v[EMA_DECAY].real;
     args.ema_every = v[EMA_EVERY].integer;
-    args.order = target->order;
-    args.order_bytes = target->order_bytes;
+    args.notes = target->notes;
+    args.notes_bytes = target->notes_bytes;
     status = target->backend->adamw(&args, target, error);
   }
   free(tensors);

@@ -19,8 +19,8 @@ typedef struct tx_backend {
 /* The back end of a call and what it needs. */
 struct tx_target {
   const tx_backend *backend;
-  void *order; /* as in tx_adamw_args */
-  int64_t order_bytes;
+  void *notes; /* as in tx_adamw_args */
+  int64_t notes_bytes;
   const tx_parallel *parallel; /* for the CPU back end */
   const tx_torch_abi *abi;     /* this and the following: for the CUDA back end */
   const struct tx_cuda_library *library;

@@ -33,6 +33,33 @@ tx_status tx_objects_resolve(tx_objects *objects, const void *exchange, void *co
   return TX_OK;
 }
 
+/* An attribute of entry i of a list, a new reference; NULL, with a Python error set, if there is none. */
+static void *attribute_of(const tx_objects *objects, void *list, int64_t i, void **name, const char *text) {
+  if (!*name) *name = objects->PyUnicode_InternFromString(text);
+  void *const tensor = *name ? objects->PyList_GetItem(list, (intptr_t)i) : NULL;
+  return tensor ? objects->PyObject_GetAttr(tensor, *name) : NULL;
+}
+
+int64_t tx_objects_grads(tx_objects *objects, void *list, int64_t n, const void *none, void *grads) {
+  int64_t missing = 0;
+  for (int64_t i = 0; i < n; i++) {
+    void *const grad = attribute_of(objects, list, i, &objects->grad_name, "grad");
+    if (!grad || objects->PyList_SetItem(grads, (intptr_t)i, grad)) return -1;
+    missing += grad == none;
+  }
+  return missing;
+}
+
+bool tx_objects_versions(tx_objects *objects, void *list, int64_t n, int64_t own, int64_t *versions) {
+  for (int64_t i = 0; i < n; i++) {
+    void *const version = attribute_of(objects, list, i, &objects->version_name, "_version");
+    if (!version) return false;
+    versions[i] = objects->PyLong_AsLongLong(version) - own;
+    objects->Py_DecRef(version);
+  }
+  return !objects->PyErr_Occurred();
+}
+
 /* Remembers the device of the first tensor with elements, which all others must share. */
 typedef struct {
   const tx_objects *objects;

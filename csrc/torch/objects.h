@@ -20,12 +20,21 @@ typedef struct tx_objects {
   int (*tensor_from_object)(void *object, tx_dl_tensor *tensor);
   void *types[TX_PLAIN_TYPES]; /* tensor classes whose operators nothing but torch implements */
   int64_t n_types;
+  void *version_name, *grad_name; /* "_version" and "grad" as a str; NULL before the first use */
 } tx_objects;
 
 /* Finds the functions. exchange: torch's DLPack table. types: Python classes, which must stay alive until the process
  * ends. TX_ERROR_UNAVAILABLE if the table has another major version, or if there is no Python in this process. */
 tx_status tx_objects_resolve(tx_objects *objects, const void *exchange, void *const *types, int64_t n_types,
                              tx_error *error);
+
+/* Reads the version counters of a list of n tensors into `versions`, each reduced by `own`. The caller holds the GIL.
+ * Returns false, with a Python error set, if an object has no such counter. */
+bool tx_objects_versions(tx_objects *objects, void *list, int64_t n, int64_t own, int64_t *versions);
+
+/* Puts the gradient of each of a list of n tensors into `grads`, a list of n. The caller holds the GIL. Returns how
+ * many are `none`, Python's None; -1, with a Python error set, if an object has no such attribute. */
+int64_t tx_objects_grads(tx_objects *objects, void *list, int64_t n, const void *none, void *grads);
 
 /* Reads a tuple with one entry per argument of the schema into stack->values; the caller holds the GIL. Returns false,
  * with no Python error set, if the operator must be called instead: an argument is left out; or a tensor is of a class

@@ -51,8 +51,8 @@ static struct {
 } parsed[TX_N_OPERATORS];
 
 static tx_status run_on(tx_target target, int32_t row, const tx_stack *stack, tx_error *error) {
-  target.order = stack->order;
-  target.order_bytes = stack->order_bytes;
+  target.notes = stack->notes;
+  target.notes_bytes = stack->notes_bytes;
   return kOperators[row].adapter(stack->values, &target, error);
 }
 
@@ -161,16 +161,24 @@ tx_status tx_torch_register(tx_error *error) {
 /* -- past torch's dispatcher
  * ------------------------------------------------------------------------------------------------------ */
 
-static tx_objects objects; /* written once, by tx_torch_objects */
+static tx_objects objects; /* written once, by tx_torch_objects; but for names of attributes, under the GIL */
 
 tx_status tx_torch_objects(const void *exchange, void *const *types, int64_t n_types, tx_error *error) {
   return tx_objects_resolve(&objects, exchange, types, n_types, error);
 }
 
-tx_status tx_torch_call(int32_t i, void *arguments, void *order, int64_t order_bytes, int32_t *taken, tx_error *error) {
+void tx_torch_versions(void *tensors, int64_t n, int64_t own, int64_t *versions) {
+  (void)tx_objects_versions(&objects, tensors, n, own, versions); /* the caller sees Python's error */
+}
+
+int64_t tx_torch_grads(void *tensors, int64_t n, const void *none, void *grads) {
+  return tx_objects_grads(&objects, tensors, n, none, grads);
+}
+
+tx_status tx_torch_call(int32_t i, void *arguments, void *notes, int64_t notes_bytes, int32_t *taken, tx_error *error) {
   tx_stack stack;
-  stack.order = order;
-  stack.order_bytes = order_bytes;
+  stack.notes = notes;
+  stack.notes_bytes = notes_bytes;
   tx_status status = TX_OK;
   *taken = tx_objects_read(&objects, &stack, parsed[i].arguments, parsed[i].n, arguments);
   if (*taken) { /* releases the GIL, as torch's dispatcher does */

@@ -188,7 +188,7 @@ void tx_stack_free(tx_stack *stack) {
 tx_status tx_stack_read(tx_stack *stack, const tx_torch_abi *abi, const tx_argument *arguments, int32_t n,
                         const StableIValue *slots, tx_error *error) {
   stack->abi = abi;
-  stack->order = NULL;
+  stack->notes = NULL;
   stack->arguments = arguments;
   stack->n = n;
   stack->heap = NULL;

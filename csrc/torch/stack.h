@@ -30,8 +30,8 @@ typedef struct tx_stack {
   const tx_argument *arguments;
   int32_t n;
   void *heap;  /* NULL while `small` is enough */
-  void *order; /* as in tx_adamw_args, for a call that bypasses the dispatcher */
-  int64_t order_bytes;
+  void *notes; /* as in tx_adamw_args, for a call that bypasses the dispatcher */
+  int64_t notes_bytes;
   bool on_cuda; /* whether the tensors are on the GPU `device`, else on the CPU */
   int32_t device;
   tx_value values[TX_MAX_ARGUMENTS];

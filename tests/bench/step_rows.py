@@ -12,6 +12,7 @@ from bench import (
     backward_rows,
     busy_core,
     extras_rows,
+    library_time,
     muon_rows,
     optimizer_configs,
     payload_rows,
@@ -200,9 +201,18 @@ def _host_time(bench: Bench, name: str) -> None:
         finally:
             direct_call.run = run
 
-    steps = {"torch fused": theirs.step, "dispatched": dispatched, "ours": own.step}
+    in_library: list[float] = []
+
+    def timed() -> None:
+        with library_time.noting(in_library):
+            own.step()
+
+    steps = {"torch fused": theirs.step, "dispatched": dispatched, "ours": own.step, "timed": timed}
     times = bench.run(f"small, {name}", {who: _several(step) for who, step in steps.items()}, bench.rounds)
-    beside = {"us a step": statistics.median(times["ours"]) / _SMALL_STEPS * 1e6}
+    beside = {who: statistics.median(times[who]) / _SMALL_STEPS * 1e6 for who in ("ours", "torch fused")}
+    beside = {f"us a step, {who}": us for who, us in beside.items()}
+    if in_library:
+        beside["us of ours in C"] = statistics.median(in_library) * 1e6
     what = f"{name}: 148 tensors of 2 to 16"
     bench.add(
         "small", f"{what}: torch fused, fp32 / ours", timing.ratio(times, "torch fused", "ours"), Bar(2, 4), beside

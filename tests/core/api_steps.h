@@ -167,9 +167,9 @@ inline tx_adamw_args *AdamwArgs(Call *call) {
     call->Of(name, one);
   }
   if (random.OneIn(2)) {
-    args->order_bytes = 64 * n - random.Below(9);
-    args->order = call->Scratch(args->order_bytes);
-    call->Other<int64_t>("order_bytes", &args->order_bytes, {0, 3, -4});
+    args->notes_bytes = 512 + 320 * n - random.Below(9);
+    args->notes = call->Scratch(args->notes_bytes);
+    call->Other<int64_t>("notes_bytes", &args->notes_bytes, {0, 3, -4});
   }
   return args;
 }

@@ -85,7 +85,7 @@ TEST(Adamw, TensorsAndElementsMayBeNone) {
   EXPECT_EQ(tx_adamw(call.Args(), nullptr, nullptr), TX_OK);
 }
 
-// Illegal arguments, one at a time: the message, and that no byte changed.
+// Illegal arguments, one at a time: the message, and that no byte changed. The same after an accepted call with notes.
 struct Refusal {
   const char *name;
   void (*spoil)(Call &);
@@ -126,24 +126,37 @@ const Refusal kRefusals[] = {
 
 class Refused : public testing::TestWithParam<Refusal> {};
 
-TEST_P(Refused, ChangesNothing) {
+static void ExpectRefusal(const Refusal &refusal, bool noted) {
   Param a(kBf16, 300), b(kBf16, 300);
+  std::vector<int64_t> notes(1024);
   a.Fill(1);
   b.Fill(2);
   Call call;
   call.Add(a);
   call.Add(b);
   call.Args();
-  GetParam().spoil(call);
+  if (noted) {
+    call.args.notes = notes.data();
+    call.args.notes_bytes = static_cast<int64_t>(notes.size() * sizeof notes[0]);
+    for (int again = 0; again < 2; again++)
+      ASSERT_EQ(tx_adamw_check(&call.args, nullptr), TX_OK);
+    ASSERT_EQ(notes[0], 1);
+  }
+  refusal.spoil(call);
   const auto before_a = a.State(), before_b = b.State();
   tx_error error = {};
-  EXPECT_EQ(tx_adamw(&call.args, nullptr, &error), GetParam().status) << error.message;
-  EXPECT_NE(std::string(error.message).find(GetParam().says), std::string::npos) << error.message;
+  EXPECT_EQ(tx_adamw(&call.args, nullptr, &error), refusal.status) << error.message;
+  EXPECT_NE(std::string(error.message).find(refusal.says), std::string::npos) << error.message;
   tx_error checked = {};
-  EXPECT_EQ(tx_adamw_check(&call.args, &checked), GetParam().status);
+  EXPECT_EQ(tx_adamw_check(&call.args, &checked), refusal.status);
   EXPECT_STREQ(checked.message, error.message);
   EXPECT_EQ(a.State(), before_a);
   EXPECT_EQ(b.State(), before_b);
+}
+
+TEST_P(Refused, ChangesNothing) {
+  ExpectRefusal(GetParam(), false);
+  ExpectRefusal(GetParam(), true);
 }
 INSTANTIATE_TEST_SUITE_P(Cases, Refused, testing::ValuesIn(kRefusals),
                          [](const auto &info) { return std::string(info.param.name); });

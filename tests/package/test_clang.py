@@ -84,8 +84,8 @@ class CArgs(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("changed", "moved", "distances", "emas", "ema_lows", "healths")),
         ("ema_decay", ctypes.c_double),
         ("ema_every", ctypes.c_int64),
-        ("order", ctypes.c_void_p),
-        ("order_bytes", ctypes.c_int64),
+        ("notes", ctypes.c_void_p),
+        ("notes_bytes", ctypes.c_int64),
     ]
 
 

@@ -161,3 +161,18 @@ def test_random_programs_end_in_the_same_bits_and_errors(seed: int, states: Any,
     direct = played(seed, states, dtype)
     with Passes():
         assert direct == played(seed, states, dtype)
+
+
+@pytest.mark.parametrize("numel", [3, 40_000])
+@pytest.mark.parametrize("options", [{}, {"ema_decay": 0.9}, {"ema_decay": 0.9, "ema_dtype": torch.float32}])
+@pytest.mark.parametrize("states, dtype", CONFIGURATIONS, ids=[name for name, _ in CONFIGURATIONS])
+def test_a_step_notes_what_it_checked(states: Any, dtype: torch.dtype, options: dict[str, Any], numel: int) -> None:
+    """There is room for it, whichever states there are, in memory of their own or in pools."""
+    held = [torch.nn.Parameter(torch.ones(numel, dtype=dtype)) for _ in range(40)]
+    opt = torch_ext.AdamW(held, lr=1e-2, states=states, **options)
+    for p in held:
+        p.grad = torch.ones_like(p)
+    opt.step()
+    (batch,) = opt._stepper.plan.device.batches  # type: ignore[union-attr]
+    assert batch.notes.arguments[0][0] == 1
+    opt.step()

@@ -1,6 +1,7 @@
 """torch.ops.torch_ext.*: each argument reaches the library as the right one, and operators behave as torch expects
 (versions, autograd, modes, threads)."""
 
+import contextlib
 import ctypes
 import gc
 import math
@@ -536,24 +537,25 @@ def test_a_step_is(direct: list[bool]) -> None:
     assert direct == [True]
 
 
-@pytest.mark.parametrize("place", [0, -1, 5, 2**31 - 1])
-def test_the_order_of_memory_is_noted_and_may_be_nonsense(place: int, direct: list[bool]) -> None:
-    """`order` caches the parameters' order in memory between calls. Overlap must be rejected whatever it contains, and
-    a wrong order must be corrected."""
+def test_a_call_that_repeats_is_checked(direct: list[bool]) -> None:
+    """`notes` keep what a call has checked. A repeated call has the same bits, and one that reads memory which it
+    writes, or gets gradients of another dtype, is rejected nevertheless."""
     arguments = samples.adamw_flat()
     expected = run("adamw_flat_", copy(arguments))
-    order = torch_ext.native.direct_call.order_for(len(arguments[0]))
+    notes = torch_ext.native.direct_call.Notes(len(arguments[0]))
+    stepped = copy(arguments)
     for _ in range(2):
-        for i in range(len(order)):
-            order[i] = place
-        stepped = copy(arguments)
-        torch_ext.native.ops.call_unversioned("adamw_flat_", *stepped, order=order)
+        repeated = copy(arguments)
+        for to, new in zip(samples.tensors(stepped), samples.tensors(repeated), strict=True):
+            to.copy_(new)
+        torch_ext.native.ops.call_unversioned("adamw_flat_", *stepped, notes=notes)
         assert bits(stepped) == bits(expected)
-        noted = [i for i in order if i != place]
-        assert place in range(len(order)) or (sorted(noted) == list(range(len(noted))) and len(noted) > 2)
-    stepped[1][1] = stepped[0][1].detach()
-    with pytest.raises(RuntimeError, match="share memory"):
-        torch_ext.native.ops.call_unversioned("adamw_flat_", *stepped, order=order)
+        assert notes.arguments[0][0] == 1
+    grad = stepped[1][1]
+    for illegal, message in ((stepped[0][1].detach(), "share memory"), (grad.to(torch.int64), "grads.1. may be")):
+        stepped[1][1] = illegal
+        with pytest.raises(RuntimeError, match=message):
+            torch_ext.native.ops.call_unversioned("adamw_flat_", *stepped, notes=notes)
     assert direct == [True] * 2
 
 
@@ -639,3 +641,60 @@ def test_left_out_arguments_and_no_lists_are_torchs(direct: list[bool]) -> None:
     with pytest.raises((RuntimeError, TypeError)):
         torch_ext.native.ops.call_unversioned("bucket_accumulate_", 3, [torch.ones(1)])
     assert direct == [False, False]
+
+
+# -- what C reads of many tensors at once ------------------------------------------------------------------------------
+
+
+class Renamed(torch.Tensor):
+    """A subclass that overrides nothing."""
+
+
+@pytest.mark.parametrize("own", [0, 3])
+@pytest.mark.parametrize("passes", [False, True])
+def test_version_counters_are_torchs(passes: bool, own: int) -> None:
+    tensors = [torch.ones(3) for _ in range(4)] + [
+        torch.ones(2).as_subclass(Renamed),
+        torch.nn.Parameter(torch.ones(())),
+    ]
+    for n, t in enumerate(tensors):
+        for _ in range(n):
+            t.detach().add_(1)
+    with SeesFunctions() if passes else contextlib.nullcontext():
+        assert list(torch_ext.native.direct_call.versions(tensors, own)) == [t._version - own for t in tensors]
+        assert list(torch_ext.native.direct_call.versions([], own)) == []
+
+
+def test_a_tensor_without_a_version_counter_raises_torchs_error() -> None:
+    with torch.inference_mode():
+        inference = torch.ones(3)
+    with pytest.raises(RuntimeError) as expected:
+        inference._version  # noqa: B018
+    with pytest.raises(RuntimeError) as found:
+        torch_ext.native.direct_call.versions([torch.ones(3), inference], 0)
+    assert str(found.value) == str(expected.value)
+
+
+@pytest.mark.parametrize("passes", [False, True])
+@pytest.mark.parametrize("missing", [0, 1, 4])
+def test_gradients_are_those_of_the_parameters(missing: int, passes: bool) -> None:
+    held = [torch.nn.Parameter(torch.ones(shape)) for shape in ((3, 5), (7,), (1,), ())]
+    for p in held[missing:]:
+        p.grad = torch.ones_like(p)
+    if missing == 0:
+        held[0].grad = torch.ones_like(held[0]).as_subclass(Renamed)
+    with SeesFunctions() if passes else contextlib.nullcontext():
+        found, count = torch_ext.native.direct_call.grads(list(held))
+    assert count == missing
+    assert all(g is p.grad for g, p in zip(found, held, strict=True))
+    first = found[-1]
+    references = sys.getrefcount(first)
+    for _ in range(3):
+        torch_ext.native.direct_call.grads(list(held))
+    assert sys.getrefcount(first) == references or first is None
+    assert torch_ext.native.direct_call.grads([]) == ([], 0)
+
+
+def test_what_has_no_gradient_raises_pythons_error() -> None:
+    with pytest.raises(AttributeError, match="grad"):
+        torch_ext.native.direct_call.grads([torch.ones(3), 5])  # type: ignore[list-item]

@@ -9,8 +9,9 @@ operator then raises the error.
 
 import ctypes
 import functools
+from array import array
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,25 +56,59 @@ def caller() -> Callable[..., int] | None:
     return library.function("tx_torch_call", *of, restype=ctypes.c_int32, keep_gil=True)
 
 
-Order: TypeAlias = "ctypes.Array[ctypes.c_int32]"
-"""Memory in which an operator notes the order of its tensors' addresses for the next call (tx_adamw_args.order)."""
+class Notes:
+    """What calls for the same tensors keep from one call to the next, for one call at a time: memory in which an
+    operator notes what it has checked (tx_adamw_args.notes), and memory for its answers."""
+
+    def __init__(self, params: int = 0) -> None:
+        memory = (ctypes.c_int64 * (64 + 76 * params if params else 0))()
+        self.taken, self.error = ctypes.c_int32(), library.Error()
+        self.arguments = memory, ctypes.sizeof(memory), ctypes.byref(self.taken), ctypes.byref(self.error)
 
 
-def order_for(params: int) -> Order:
-    return (ctypes.c_int32 * (16 * params))()
-
-
-def run(row: int, name: str, arguments: Sequence[Any], order: "Order | None" = None) -> bool:
+def run(row: int, name: str, arguments: Sequence[Any], notes: Notes | None = None) -> bool:
     """Runs the operator and returns True; returns False if it has to be called through torch's dispatcher.
 
-    row: its row in C's table. arguments: a tuple. order: from `order_for`, the same in repeated calls for the same
-    tensors. Raises the operator's RuntimeError.
+    row: its row in C's table. arguments: a tuple. notes: the same in repeated calls for the same tensors. Raises the
+    operator's RuntimeError.
     """
     call = caller()
     if call is None or not _none_intercepts():
         return False
-    taken, error = ctypes.c_int32(), library.Error()
-    nbytes = 0 if order is None else ctypes.sizeof(order)
-    if call(row, arguments, order, nbytes, ctypes.byref(taken), ctypes.byref(error)):
-        raise RuntimeError(f"torch_ext::{name}: {error.text}")
-    return bool(taken.value)
+    if notes is None:
+        notes = Notes()
+    if call(row, arguments, *notes.arguments):
+        raise RuntimeError(f"torch_ext::{name}: {notes.error.text}")
+    return bool(notes.taken.value)
+
+
+def versions(tensors: list[Tensor], own: int) -> "array[int]":
+    """Returns the tensors' version counters, each reduced by `own`."""
+    if caller() is None:
+        return array("q", [t._version - own for t in tensors])
+    found = array("q", bytes(8 * len(tensors)))
+    _read_versions()(tensors, len(tensors), own, found.buffer_info()[0])
+    return found
+
+
+def grads(tensors: list[Tensor]) -> tuple[list[Tensor | None], int]:
+    """Returns the `.grad` of each tensor, and how many of them are None."""
+    if caller() is None:
+        found = [t.grad for t in tensors]
+        return found, sum(g is None for g in found)
+    found = [None] * len(tensors)
+    return found, _read_grads()(tensors, len(tensors), None, found)
+
+
+@functools.cache
+def _read_grads() -> Callable[[list[Tensor], int, None, list[Tensor | None]], int]:
+    items = ctypes.py_object
+    of = (items, ctypes.c_int64, items, items)
+    return library.function("tx_torch_grads", *of, restype=ctypes.c_int64, keep_gil=True)
+
+
+@functools.cache
+def _read_versions() -> Callable[[list[Tensor], int, int, int], None]:
+    number = ctypes.c_int64
+    of = (ctypes.py_object, number, number, ctypes.c_void_p)
+    return library.function("tx_torch_versions", *of, restype=None, keep_gil=True)

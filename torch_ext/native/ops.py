@@ -108,11 +108,11 @@ def call(name: str, *arguments: Any) -> None:
     torch.autograd.graph.increment_version(written)
 
 
-def call_unversioned(name: str, *arguments: Any, order: "direct_call.Order | None" = None) -> None:
+def call_unversioned(name: str, *arguments: Any, notes: direct_call.Notes | None = None) -> None:
     """Like `call`, but increments no version counter. For calls that write no weights (they only count or measure), and
-    for callers that increment versions themselves. order: see `direct_call.run`."""
+    for callers that increment versions themselves. notes: see `direct_call.run`."""
     row, overload, _ = _operator(name)
-    if not direct_call.run(row, name, arguments, order):
+    if not direct_call.run(row, name, arguments, notes):
         with torch._C._ExcludeDispatchKeyGuard(_ADINPLACE):
             overload(*arguments)
 

@@ -24,7 +24,7 @@ class StepBatch(NamedTuple):
     meta: Tensor
     gather: AllGatherTarget  # the bucket whose weights are all-gathered after the call
     signature: int  # of the dtypes and shapes that the weights must have
-    order: direct_call.Order  # notes of the operator: the address order of its tensors
+    notes: direct_call.Notes  # of this batch's calls
 
     def of(self, grads: list[Tensor]) -> list[Tensor]:
         return grads if self.rows is None else [grads[i] for i in self.rows]
@@ -33,8 +33,8 @@ class StepBatch(NamedTuple):
 def _batch(
     rows: list[int] | None, weights: list[Tensor], slices: Tensor, meta: Tensor, gather: AllGatherTarget = None
 ) -> StepBatch:
-    signature, order = param_form.signature(weights), direct_call.order_for(len(weights))
-    return StepBatch(rows, weights, slices, meta, gather, signature, order)
+    signature, notes = param_form.signature(weights), direct_call.Notes(len(weights))
+    return StepBatch(rows, weights, slices, meta, gather, signature, notes)
 
 
 class DeviceStep:
@@ -52,6 +52,8 @@ class DeviceStep:
         self.members = members
         self._stepped = stepped = [m.weight for m in members]
         self._averaging = averaging.decay, averaging.every
+        self._counts: Tensor | None = None
+        self._counters: Sequence[Tensor] = ()
         self._layouts = list(map(dense.dense_or_empty, stepped))
         self._copied = [(w, layout) for w, layout in zip(stepped, self._layouts, strict=True) if layout is not w]
         self.weights = list(map(dense.flat, self._layouts))
@@ -123,6 +125,12 @@ class DeviceStep:
             refuse_grad(member, grad)
         return list(map(dense.in_order_of, self._layouts, grads))
 
+    def counters(self, counts: Tensor, row: int) -> Tensor:
+        """Returns a row of `OptimizerStates.counts`."""
+        if counts is not self._counts:
+            self._counts, self._counters = counts, counts.unbind()
+        return self._counters[row]
+
     def in_place(self, row: int) -> bool:
         """Whether the member's weight itself is stepped, not a contiguous copy of it."""
         return self._layouts[row] is self._stepped[row]
@@ -156,7 +164,7 @@ class DeviceStep:
                 *(batch.weights, grads, *fixed, *scalars, *hyper.shared, external, batch.signature),
                 *self._averaging,
                 addresses,
-                order=batch.order,
+                notes=batch.notes,
             )
         except RuntimeError as refusal:
             rows = range(len(self.members)) if batch.rows is None else batch.rows

@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from torch_ext.native.untraced import untraced
 from torch_ext.optim.optimizer_states import OptimizerStates
 from torch_ext.optim.state import load, save
 from torch_ext.optim.state.averaging import NO_AVERAGING, Averaging
+from torch_ext.optim.step_label import LabelledOptimizer
 from torch_ext.optim.stepper import Stepper
 from torch_ext.optim.writing_calls import STEP, WritingCalls, writes
 from torch_ext.params import hyper_parameters, local_shard
@@ -18,7 +18,7 @@ from torch_ext.params.shard_map import ShardMap
 from torch_ext.policy.policy import Policy
 
 
-class SavedOptimizer(torch.optim.Optimizer):
+class SavedOptimizer(LabelledOptimizer):
     """A torch.optim.Optimizer that stores its states in other forms than it saves them in."""
 
     policy: Policy

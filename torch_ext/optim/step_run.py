@@ -130,7 +130,7 @@ class StepRun:
         if batch.gather not in in_backward:
             first, self._progress.wrote = not self._progress.wrote, True
             try:
-                self._call(batch, self._counts[self._row], self._external)
+                self._call(batch, self._plan.device.counters(self._counts, self._row), self._external)
             except RuntimeError as refusal:
                 if self._row or self._gathers:  # a retry would step earlier batches twice
                     raise

@@ -1,14 +1,15 @@
 """The step of an optimizer: in step(), in backward, on the device and on the host."""
 
-import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from collections.abc import Callable
+from itertools import compress
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from torch_ext.comm import group_calls
 from torch_ext.native import graph_capture, warning
+from torch_ext.optim.current_hyper import CurrentHyper
 from torch_ext.optim.grad_scaling import GradScaling, Scalars
 from torch_ext.optim.optimizer_states import OptimizerStates, Settings
 from torch_ext.optim.released_step import ReleasedStep
@@ -19,7 +20,7 @@ from torch_ext.optim.step_plan import StepPlan
 from torch_ext.optim.step_progress import StepProgress
 from torch_ext.optim.step_run import ArgumentsRefused, StepRun, check_signals
 from torch_ext.optim.unfinished_step import UnfinishedStep
-from torch_ext.params import param_groups, reducer_registry
+from torch_ext.params import reducer_registry
 from torch_ext.params.param_groups import HyperparameterTable
 from torch_ext.params.shard_map import ShardMap
 
@@ -31,7 +32,7 @@ class Stepper:
     def __init__(self, states: OptimizerStates, scaling: GradScaling, in_backward: StepInBackward) -> None:
         self._states, self._scaling, self._in_backward = states, scaling, in_backward
         self.plan: StepPlan | None = None
-        self._hyper: tuple[list[Any], HyperparameterTable] | None = None
+        self._hyper = CurrentHyper()
         self._warned = False
         self.unfinished = UnfinishedStep()
 
@@ -41,10 +42,10 @@ class Stepper:
         states, scaling = self._states, self._scaling
         all_params = states.all_params()
         shards = states.current_shards(all_params)
-        grads = shards.grads()
+        grads, missing = shards.counted_grads()
         scaling.refuse_local_scaler(shards)
-        active = [g is not None for g in grads]
-        present = cast(list[Tensor], grads) if all(active) else [g for g in grads if g is not None]
+        active = [True] * len(grads) if missing == 0 else [g is not None for g in grads]
+        present = cast(list[Tensor], grads if missing == 0 else list(compress(grads, active)))
         if not present:
             if released:
                 self._end_measurement()
@@ -54,7 +55,7 @@ class Stepper:
             return
         _refuse_capture(states, all_params)
         self.unfinished.refuse("step()")
-        hyper = self.current_hyper()
+        hyper = self.current_hyper(keeps=False)
         clipping = scaling.current_clipping(shards, present, active)
         if self._in_backward:
             fits = self.plan is not None and self.plan.fits(shards, active, states.state)
@@ -95,24 +96,22 @@ class Stepper:
             while plan is not None:
                 run = StepRun(plan, grads, hyper, scalars, states.counts, states.optimizer.on_external_write, progress)
                 try:
-                    with _noting_failure(self, progress):
-                        run.run(self._in_backward, lay_out=rebuilt)
+                    run.run(self._in_backward, lay_out=rebuilt)
                     break
-                except ArgumentsRefused as refusal:
+                except BaseException as failure:
+                    _note_failure(self, progress, failure)
+                    if not isinstance(failure, ArgumentsRefused):
+                        raise
                     # Retry once: maybe only the address or the memory order of parameters or gradients has changed.
                     if rebuilt:
-                        raise RuntimeError(str(refusal)) from None
+                        raise RuntimeError(str(failure)) from None
                     if not plan.note_moved():
                         plan, rebuilt = self._make_plan(shards, active, grads), True
         return plan
 
-    def current_hyper(self) -> HyperparameterTable:
-        """Returns the groups' hyper-parameters as the operator takes them."""
-        groups, device = self._states.optimizer.adamw_groups, self._states.counts.device
-        key = param_groups.key_of(groups, device)
-        if self._hyper is None or self._hyper[0] != key:
-            self._hyper = (key, param_groups.hyper(groups, device))
-        return self._hyper[1]
+    def current_hyper(self, keeps: bool = True) -> HyperparameterTable:
+        """Returns the groups' hyper-parameters as the operator takes them. keeps: see `CurrentHyper.table`."""
+        return self._hyper.table(self._states.optimizer.adamw_groups, self._states.counts.device, keeps)
 
     # -- the plan
 
@@ -226,17 +225,12 @@ class Stepper:
             owner.zero_grad(all_params)
 
 
-@contextlib.contextmanager
-def _noting_failure(stepper: Stepper, progress: StepProgress) -> Iterator[None]:
-    """If the step inside raises after it has written: records that, and tells the weight publisher and the measurement
-    that a step was made."""
-    try:
-        yield
-    except BaseException as error:
-        if progress.wrote:
-            stepper.unfinished.note(stepper.plan, progress, error)
-            stepper.end_partial_step()
-        raise
+def _note_failure(stepper: Stepper, progress: StepProgress, failure: BaseException) -> None:
+    """If a step that raised has written: records that, and tells the weight publisher and the measurement that a step
+    was made."""
+    if progress.wrote:
+        stepper.unfinished.note(stepper.plan, progress, failure)
+        stepper.end_partial_step()
 
 
 def _refuse_settings(optimizer: Settings) -> None:

@@ -5,6 +5,8 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
@@ -29,6 +31,9 @@ Params: TypeAlias = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[d
 _WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 
+_COLUMNS = 7  # of a table; the first one is the lr
+
+
 class HyperparameterTable(NamedTuple):
     """The hyper-parameters of a call to adamw_."""
 
@@ -38,7 +43,7 @@ class HyperparameterTable(NamedTuple):
 
 
 def all_params(groups: list[Group]) -> list[Tensor]:
-    return [p for group in groups for p in group["params"]]
+    return list(chain.from_iterable(map(itemgetter("params"), groups)))
 
 
 def names(groups: list[Group]) -> list[str]:
@@ -257,6 +262,25 @@ def hyper(groups: list[Group], device: torch.device) -> HyperparameterTable:
     first = groups[0]
     shared = (first["seed"], ROUNDINGS[first["moment_rounding"]], ROUNDINGS[first["weight_rounding"]])
     return HyperparameterTable(table, lrs, shared)
+
+
+def update_lrs(table: HyperparameterTable, known: list[Any], key: list[Any], n: int) -> bool:
+    """Writes other lrs into the table of n groups with the key `known`, so that its key is `key`. Schedulers change the
+    lrs in every step, and `hyper` takes several times as long. Returns False, and does nothing, unless the keys differ
+    only in lrs that are floats. ValueError, naming the group, for an lr that is not legal; nothing is written then."""
+    fields = len(known) // n
+    lrs, others = key[::fields], key.copy()
+    if table.lrs or len(key) != len(known) or {float} != set(map(type, lrs + known[::fields])):
+        return False
+    others[::fields] = known[::fields]
+    if others != known:
+        return False
+    address, numbers = table.groups.data_ptr(), (ctypes.c_double * (_COLUMNS * n))()
+    ctypes.memmove(numbers, address, ctypes.sizeof(numbers))
+    numbers[::_COLUMNS] = lrs
+    check_rows()(ctypes.addressof(numbers), n, None)
+    ctypes.memmove(address, numbers, ctypes.sizeof(numbers))
+    return True
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torch_ext.comm import group_calls
 from torch_ext.grads.norm import NormGroup
+from torch_ext.native import direct_call
 from torch_ext.params import reducer_registry
 from torch_ext.params.local_shard import LocalShard, is_dtensor, of_dtensor, tensor_of
 from torch_ext.params.reducer_registry import GradientReducer, StepListener
@@ -88,14 +89,20 @@ class ShardMap:
         return LocalShard(self.params[i], 0, (), None)
 
     def grads(self) -> list[Tensor | None]:
-        """Returns the gradient of each parameter's local part; None for a parameter without one.
+        """Returns the gradient of each parameter's local part; None for a parameter without one. Raises as
+        `counted_grads`."""
+        return self.counted_grads()[0]
+
+    def counted_grads(self) -> tuple[list[Tensor | None], int]:
+        """Returns what `grads` returns, and how many of them are None.
 
         Raises RuntimeError if a parameter or gradient is offloaded. A gradient whose placements differ from its
         DTensor's is redistributed and stored in `.grad`, so that what a caller writes to it reaches the step."""
         offload_guard.refuse_gradients(self.params, "a clip, an unscale or a step")
         if self.plain:
-            return [p.grad for p in self.params]
-        return [self._grad(i) for i in range(len(self.params))]
+            return direct_call.grads(self.params)
+        found = [self._grad(i) for i in range(len(self.params))]
+        return found, sum(grad is None for grad in found)
 
     def _grad(self, i: int) -> Tensor | None:
         param, owner = self.params[i], self.owners[i]

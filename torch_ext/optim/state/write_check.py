@@ -10,11 +10,13 @@ compares. With remainders the checksums cover all weights, so that no signal is 
 elementwise comparison (`masters.resync`).
 """
 
+from array import array
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
+from torch_ext.native import direct_call
 from torch_ext.optim.state.param_state import ParamState
 from torch_ext.params.local_shard import is_dtensor
 from torch_ext.tensors import dense
@@ -29,11 +31,13 @@ class FixedMemory:
 
     def unchanged(self) -> bool:
         """Whether all addresses are unchanged."""
+        if not self._tensors:
+            return True
         with dense.as_plain():
             return list(map(Tensor.data_ptr, self._tensors)) == self._addresses
 
 
-_NEVER = -1  # a version that no tensor has
+_NEVER = -(1 << 62)  # a version that no tensor has
 
 
 class SyncedVersion(NamedTuple):
@@ -54,6 +58,9 @@ class SyncedVersion(NamedTuple):
         return now.master is self.master and now == self
 
 
+Versions: TypeAlias = "array[int]"
+
+
 class WriteCheck:
     """Compares the signals of all members of a step that have an fp32 master, on the device and on the host."""
 
@@ -64,7 +71,8 @@ class WriteCheck:
         self._memory_owners = [m.memory_owner for m in self._members]
         self._masters = [m.master for m in self._members]
         self._has_dtensors = any(map(is_dtensor, self._params))
-        self._seen: list[int] | None = None  # the versions that `modified` saw last
+        self._own = 0  # how often a step incremented every weight's version counter; subtracted from all versions here
+        self._seen: Versions | None = None  # what `modified` saw last
         self._addresses = self._addresses_now()
         self.mark_synced(masters=True)
         for i, m in enumerate(self._members):
@@ -99,20 +107,25 @@ class WriteCheck:
         step does not). counted: since the last call of `modified`, a step has incremented each weight's version counter
         once, and nothing else in the optimizer has incremented one."""
         seen, self._seen = self._seen, None
-        self._versions = [v + 1 for v in seen] if counted and seen is not None else self._versions_now()
+        if counted and seen is not None:
+            self._own += 1
+            self._versions = seen
+        else:
+            self._versions = self._versions_now()
         if masters:
             self._master_versions = self._master_versions_now()
 
     def synced(self) -> dict[Tensor, SyncedVersion]:
         """Returns the record of members in sync, for the next plan."""
-        rows = zip(self._versions, self._addresses, self._masters, self._master_versions, strict=True)
+        versions = [version + self._own for version in self._versions]
+        rows = zip(versions, self._addresses, self._masters, self._master_versions, strict=True)
         known = zip(self._params, map(SyncedVersion._make, rows), strict=True)
         return {param: row for param, row in known if row.version >= 0}
 
-    def _versions_now(self) -> list[int]:
+    def _versions_now(self) -> Versions:
         if self._has_dtensors:
-            return [m.version for m in self._members]
-        return [p._version for p in self._params]
+            return array("q", [m.version - self._own for m in self._members])
+        return direct_call.versions(self._params, self._own)
 
     def _addresses_now(self) -> list[int]:
         return list(map(Tensor.data_ptr, self._memory_owners))
