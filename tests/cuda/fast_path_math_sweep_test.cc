@@ -137,6 +137,34 @@ TEST(QuickMath, RemaindersOfHalfAUnitAreNoticedInEitherHalfOfAnyWord) {
   EXPECT_GT(noticed, 2 * 0x10000);
 }
 
+// Every amax of one exponent, and those next to a code's boundaries at every exponent of the range.
+TEST(QuickMath, APlanIsThatOfAnyBlock) {
+  for (const tx_format format : {TX_FORMAT_SIGNED, TX_FORMAT_SQRT}) {
+    const tx_block_format f = tx_block_format_of(TX_U8, format);
+    const int32_t low = format == TX_FORMAT_SQRT ? -50 : -60, high = format == TX_FORMAT_SQRT ? 40 : 60;
+    int64_t may_double = 0, all = 0;
+    const auto compare = [&](int32_t amax) {
+      if (amax < static_cast<int32_t>(TX_POWER_BITS(low)) || amax > static_cast<int32_t>(TX_POWER_BITS(high))) return;
+      const tx_quick_plan quick = tx_quick_plan_from(f, amax);
+      const tx_block_plan plan = tx_block_plan_from(f, amax);
+      ASSERT_EQ(quick.exponent, plan.exponent) << amax;
+      ASSERT_EQ(quick.least, tx_bits_from_f32(plan.at.least_normal)) << amax;
+      ASSERT_EQ(plan.keep, 0xffffffffu) << amax;
+      ASSERT_EQ(tx_quick_may_double(f, quick, amax), tx_block_may_double(f, plan, amax) != 0) << amax;
+      may_double += tx_quick_may_double(f, quick, amax);
+      all++;
+    };
+    for (int32_t mantissa = 0; mantissa < 1 << 23; mantissa++)
+      compare(static_cast<int32_t>(TX_POWER_BITS(3)) + mantissa);
+    EXPECT_NEAR(static_cast<double>(may_double) / static_cast<double>(all), format == TX_FORMAT_SQRT ? 0.06 : 0.12,
+                0.01);
+    for (int32_t exponent = low; exponent <= high; exponent++)
+      for (int32_t boundary = 0; boundary < 64; boundary++)
+        for (const int32_t by : {-1, 0, 1})
+          compare(static_cast<int32_t>(TX_POWER_BITS(exponent)) + (boundary << 17) + by);
+  }
+}
+
 TEST(QuickMath, BytesOfFourWordsAreJoined) {
   uint32_t bits = 1;
   for (int i = 0; i < 100000; i++) {

@@ -411,7 +411,7 @@ def _before_anything_is_written(rank: int, _world: int, strategy: str) -> list[s
     for step in range(4):
         with pytest.MonkeyPatch.context() as patch:
             if rank == 0 and step == 1:
-                patch.setattr(stepper.Stepper, "current_hyper", lambda _: _raises(KeyboardInterrupt())())
+                patch.setattr(stepper.Stepper, "current_hyper", lambda *_, **__: _raises(KeyboardInterrupt())())
             for doing in (lambda: model(torch.ones(2, 30, dtype=BF16)).sum().backward(), optimizer.step):
                 try:
                     doing()
