@@ -6,6 +6,8 @@
 #ifndef TX_CUDA_ASYNC_COPY_H
 #define TX_CUDA_ASYNC_COPY_H
 
+#include <cuda_runtime.h>
+
 #include "cuda/grid.h"
 
 /* The bytes of 16 per lane: what one access of a warp covers. */
