@@ -28,15 +28,22 @@ static int64_t length_of(const tx_span *span) {
   return span->tensors ? span->n : -1;
 }
 
-static int64_t count(const tx_span *spans, int64_t n_spans, int writes) {
+/* The number of tensors that are written, or read. -1 if there is no room to note them, or a length, which nobody has
+ * checked yet, is negative. */
+static int64_t count(const tx_notes *notes, const tx_span *spans, int64_t n_spans, int writes) {
+  const int64_t most = notes->bytes < INT32_MAX ? notes->bytes : INT32_MAX;
   int64_t n = 0;
-  for (int64_t s = 0; s < n_spans; s++)
-    n += spans[s].writes == writes && spans[s].tensors ? spans[s].n : 0;
+  for (int64_t s = 0; s < n_spans; s++) {
+    const int64_t more = spans[s].writes == writes && spans[s].tensors ? spans[s].n : 0;
+    if (more < 0 || more > most - n) return -1;
+    n += more;
+  }
   return n;
 }
 
 /* Returns whether there is room for everything but ranges. */
 static int find_parts(const tx_notes *notes, int64_t n_written, int64_t n_read, parts *found) {
+  if (n_written < 0 || n_read < 0) return 0;
   const int64_t places = (n_read + 1) / 2 * 2; /* so that ranges are aligned */
   const int64_t fixed = (int64_t)sizeof(header) + n_written * (int64_t)sizeof(tx_tensor) + places * 4;
   if (!notes->memory || (uintptr_t)notes->memory % sizeof(int64_t) || notes->bytes < fixed) return 0;
@@ -49,9 +56,9 @@ static int find_parts(const tx_notes *notes, int64_t n_written, int64_t n_read, 
 }
 
 int tx_notes_repeat(const tx_notes *notes, const tx_span *spans, int64_t n_spans) {
-  const int64_t n_written = count(spans, n_spans, 1);
+  const int64_t n_written = count(notes, spans, n_spans, 1);
   parts p;
-  if (!find_parts(notes, n_written, count(spans, n_spans, 0), &p)) return 0;
+  if (!find_parts(notes, n_written, count(notes, spans, n_spans, 0), &p)) return 0;
   if (!p.head->noted || p.head->n_written != n_written) return 0;
   const tx_tensor *noted = p.written;
   for (int64_t s = 0; s < n_spans; s++) {
@@ -86,7 +93,7 @@ static int64_t place_of(const parts *p, uintptr_t begin) {
 
 int tx_notes_reads_are_apart(const tx_notes *notes, const tx_span *spans, int64_t n_spans) {
   parts p;
-  if (!find_parts(notes, count(spans, n_spans, 1), count(spans, n_spans, 0), &p)) return 0;
+  if (!find_parts(notes, count(notes, spans, n_spans, 1), count(notes, spans, n_spans, 0), &p)) return 0;
   int32_t *place = p.places;
   for (int64_t s = 0; s < n_spans; s++) {
     for (int64_t i = 0; !spans[s].writes && i < length_of(&spans[s]); i++, place++) {
@@ -101,10 +108,10 @@ int tx_notes_reads_are_apart(const tx_notes *notes, const tx_span *spans, int64_
 }
 
 void tx_notes_take(const tx_notes *notes, const tx_span *spans, int64_t n_spans) {
-  const int64_t n_read = count(spans, n_spans, 0);
+  const int64_t n_read = count(notes, spans, n_spans, 0);
   parts p;
   tx_notes_drop(notes);
-  if (n_spans > TX_NOTED_SPANS || !find_parts(notes, count(spans, n_spans, 1), n_read, &p)) return;
+  if (n_spans > TX_NOTED_SPANS || !find_parts(notes, count(notes, spans, n_spans, 1), n_read, &p)) return;
   header head = {.noted = 1};
   for (int64_t s = 0; s < n_spans; s++) {
     if (!spans[s].writes) continue;

@@ -111,6 +111,17 @@ TEST(RepeatCheck, NotesWhatIsWrittenWhereThereIsRoom) {
   longer = spans(&read);
   longer[2] = {"absent", outs, 0, 1};
   EXPECT_FALSE(tx_notes_repeat(&notes, longer.data(), 3)) << "an absent list is not an empty one";
+  for (const int64_t n : {int64_t{-1}, INT64_MIN, INT64_MAX, INT64_MAX / 24, int64_t{INT32_MAX}}) {
+    for (const size_t span : {size_t{0}, size_t{1}}) {
+      auto absurd = spans(&read);
+      absurd[span].n = n; /* which is checked after this */
+      EXPECT_FALSE(tx_notes_repeat(&notes, absurd.data(), 3)) << n;
+    }
+    auto absurd = spans(&read);
+    absurd[0].n = absurd[1].n = n;
+    const tx_notes endless = {room, INT64_MAX};
+    EXPECT_FALSE(tx_notes_repeat(&endless, absurd.data(), 3)) << n;
+  }
   tx_notes_drop(&notes);
   EXPECT_FALSE(tx_notes_repeat(&notes, spans(&read).data(), 3));
 }
