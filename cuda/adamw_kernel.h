@@ -24,67 +24,73 @@ __device__ __forceinline__ int32_t resync_tile(const tx_step_entry &e, const tx_
   return changed;
 }
 
+/* Whether the weights of a tile with remainders were written externally. copies: what was read ahead of it. */
+template <int WEIGHT, int MOMENTS>
+__device__ __forceinline__ bool was_written(const tx_step_entry &e, const tx_tile &tile, const tile_copies &copies) {
+  if (usual_ops<WEIGHT, MOMENTS>::kHas && copies.there) return copy_ops<MOMENTS>::was_written(copies);
+  const uint64_t stored = tx_stored_checksum((const char *)e.checksums + tile.begin / TX_CHECKSUM * 8);
+  return stored != tx_checksum_of((const char *)e.param + 2 * tile.begin, e.param_alignment, tile.count, tx_lane_id());
+}
+
+/* Stores the checksum of a tile's new weights. sums: over all of them, with 16-bit remainders. */
+__device__ __forceinline__ void renew_checksum(const tx_step_entry &e, const tx_tile &tile, const tx_dtype master,
+                                               const tx_checksum_sums &sums) {
+  const uint32_t lane = tx_lane_id();
+  const void *const weights = (const char *)e.param + 2 * tile.begin;
+  uint64_t checksum;
+  if (master == TX_I16) {
+    checksum = tx_checksum_value(sums, lane);
+  } else {
+    __syncwarp();
+    checksum = e.numel > TX_SAMPLED ? tx_sample_of(weights, e.param_alignment, tile.count, lane)
+                                    : tx_checksum_of(weights, e.param_alignment, tile.count, lane);
+  }
+  const int64_t unit = master == TX_F32 ? TX_SAMPLED : TX_CHECKSUM;
+  if (lane == 0) tx_write_value((char *)e.checksums + tile.begin / unit * 8, checksum);
+}
+
 /* Steps a tile. Returns how many masters were resynced: fp32 masters that became their weights, or the elements of a
- * block whose remainders were dropped. usual: what was read ahead of the tile; becomes that of `next`, the warp's next
+ * block whose remainders were dropped. copies: what was read ahead of the tile; becomes that of `next`, the warp's next
  * tile. */
 template <int WEIGHT, int MOMENTS>
 __device__ __forceinline__ int32_t step_tile(const tx_step_table &t, const tx_tile &tile, const tx_tile &next,
-                                             const tensor_state &w, usual_state &usual) {
-  typedef round_ops<WEIGHT, MOMENTS> round;
-  typedef usual_ops<WEIGHT, MOMENTS> usually;
+                                             const tensor_state &w, tile_copies &copies) {
+  typedef round_ops<WEIGHT, MOMENTS> any;
+  typedef usual_ops<WEIGHT, MOMENTS> usual;
   const tx_step_entry &e = t.entries[tile.tensor];
-  const tx_dtype master = round::master_of(e);
-  const uint32_t lane = tx_lane_id();
-  const void *const weights = (const char *)e.param + 2 * tile.begin;
+  const tx_dtype master = any::master_of(e);
   bool written = false, drops = false;
   int32_t resynced = 0;
-  if (usually::kHas && usual.there) tx_wait_for_copies();
+  if (usual::kHas && copies.there) tx_wait_for_copies();
   if (master == TX_I16 && e.checksums && (kHasExtras || t.common.resyncs)) {
-    if (usually::kHas && usual.there) {
-      written = usually::was_written(usual);
-    } else {
-      const uint64_t stored = tx_stored_checksum((const char *)e.checksums + tile.begin / TX_CHECKSUM * 8);
-      written = stored != tx_checksum_of(weights, e.param_alignment, tile.count, lane);
-    }
+    written = was_written<WEIGHT, MOMENTS>(e, tile, copies);
     drops = written && (!kHasExtras || t.common.resyncs);
     resynced = drops ? tile.count : 0;
   }
   if (master == TX_F32 && w.suspect) {
-    resynced = resync_tile(e, round::param_of(e), tile);
+    resynced = resync_tile(e, any::param_of(e), tile);
     if (resynced != 0) note_resynced(t, tile.tensor);
   }
-  const bool is_usual = usually::kHas && usual.there && w.quick && !drops;
-  typename usually::usual_tile here = {};
-  if (usually::kHas) here = usually::enter(usual, t, tile, next);
-  const bool renews = master != TX_NONE && e.checksums;
+  const bool is_usual = usual::kHas && copies.there && w.quick && !drops;
+  typename usual::usual_tile here = {};
+  if (usual::kHas) here = usual::enter(copies, t, tile, next);
   tx_checksum_sums sums = {}; /* over the new weights, with 16-bit remainders */
-  uint32_t left = tx_checksum_left(tile.count, (int32_t)lane * TX_VECTOR);
+  uint32_t left = tx_checksum_left(tile.count, (int32_t)tx_lane_id() * TX_VECTOR);
 #pragma unroll 1
   for (int32_t i = 0; i * TX_ROUND < tile.count; i++) {
     stepped_round now;
-    if (!is_usual || !usually::round(now, here, usual, t, tile, next, w, (uint32_t)i))
-      round::round(t, e, w, round::layout::lane_elements_of(e, tile, i), {written, drops}, now);
-    if (usually::kHas) usually::note(here, now, (uint32_t)i);
+    if (!is_usual || !usual::round(now, here, copies, t, tile, next, w, (uint32_t)i))
+      any::round(t, e, w, any::layout::lane_elements_of(e, tile, i), {written, drops}, now);
+    if (usual::kHas) usual::note(here, now, (uint32_t)i);
     if (master == TX_I16) tx_checksum_take(sums, now.weights, left);
-    left -= TX_ROUND / (2 * TX_CHECKSUM_LANES);
+    left -= TX_ROUND_VECTORS;
   }
   if (is_usual) {
-    usually::leave(here, t, tile);
-  } else if (usually::kHas) {
-    usually::begin_all(usual, t, next);
+    usual::leave(here, t, tile);
+  } else if (usual::kHas) {
+    usual::copying::begin_all(copies, t, next);
   }
-  if (renews) {
-    uint64_t checksum;
-    if (master == TX_I16) {
-      checksum = tx_checksum_value(sums, lane);
-    } else {
-      __syncwarp();
-      checksum = e.numel > TX_SAMPLED ? tx_sample_of(weights, e.param_alignment, tile.count, lane)
-                                      : tx_checksum_of(weights, e.param_alignment, tile.count, lane);
-    }
-    const int64_t unit = master == TX_F32 ? TX_SAMPLED : TX_CHECKSUM;
-    if (lane == 0) tx_write_value((char *)e.checksums + tile.begin / unit * 8, checksum);
-  }
+  if (master != TX_NONE && e.checksums) renew_checksum(e, tile, master, sums);
   return resynced;
 }
 
@@ -125,14 +131,14 @@ __global__ void __launch_bounds__(TX_BLOCK_THREADS, 2) step(const __grid_constan
   tx_tile next = number < tiles ? tx_table_tile(t, number) : tx_tile{0, 0, 0};
   tensor_reads read = {};
   if (next.count > 0) read = read_tensor(t, next.tensor, compares);
-  usual_state usual = usual_ops<WEIGHT, MOMENTS>::start(t, next);
+  tile_copies copies = usual_ops<WEIGHT, MOMENTS>::start(t, next);
   while (next.count > 0) {
     const tx_tile tile = next;
     number += tx_tile_step();
     next = tile_after(t, tile, number, tiles);
     enter_tensor(w, t, tile.tensor, read, admitted);
     if (next.count > 0 && next.tensor != tile.tensor) read = read_tensor(t, next.tensor, compares);
-    resynced += step_tile<WEIGHT, MOMENTS>(t, tile, next, w, usual);
+    resynced += step_tile<WEIGHT, MOMENTS>(t, tile, next, w, copies);
   }
   store_extras(t, w.tensor);
   if (tx_lane_id() == 0) tx_count(t.common.resynced, resynced);

@@ -4,6 +4,7 @@
 #define TX_CUDA_ADAMW_STREAMS_H
 
 #include "cuda/adamw_fast_path.h"
+#include "cuda/quick_blocks.h"
 #include "cuda/vector_forms.h"
 
 /* Where a lane's elements of a round are: consecutive from `first` on, but with a gap of `gap` elements before the

@@ -44,9 +44,23 @@ static __device__ __forceinline__ uint64_t tx_checksum_value(const tx_checksum_s
   return value;
 }
 
+/* The vectors that a round has. */
+#define TX_ROUND_VECTORS (TX_ROUND / (2 * TX_CHECKSUM_LANES))
+
 /* The number of vectors of `count` weights from the one that has element `first` to the last. */
 static __device__ __forceinline__ uint32_t tx_checksum_left(int32_t count, int32_t first) {
   return (uint32_t)((count + 2 * TX_CHECKSUM_LANES - 1) / (2 * TX_CHECKSUM_LANES) - first / (2 * TX_CHECKSUM_LANES));
+}
+
+/* The checksum of TX_CHECKSUM weights, of which the lane has a vector of each round. */
+#define TX_CHECKSUM_ROUNDS (TX_CHECKSUM / TX_ROUND)
+static __device__ __forceinline__ uint64_t tx_checksum_of_rounds(const uint32_t (&words)[TX_CHECKSUM_ROUNDS][4],
+                                                                 uint32_t lane) {
+  tx_checksum_sums s = {};
+#pragma unroll
+  for (int i = 0; i < TX_CHECKSUM_ROUNDS; i++)
+    tx_checksum_take(s, words[i], tx_checksum_left(TX_CHECKSUM, (int32_t)lane * TX_VECTOR) - i * TX_ROUND_VECTORS);
+  return tx_checksum_value(s, lane);
 }
 
 /* The checksum of `count` 16-bit weights. */
@@ -54,16 +68,12 @@ static __device__ __forceinline__ uint64_t tx_checksum_of(const void *weights, u
                                                           uint32_t lane) {
   tx_checksum_sums s = {};
   if (count == TX_CHECKSUM && alignment >= 16) {
-    constexpr int kRounds = TX_CHECKSUM / TX_ROUND;
-    uint32_t words[kRounds][4];
+    uint32_t words[TX_CHECKSUM_ROUNDS][4];
 #pragma unroll
-    for (int i = 0; i < kRounds; i++)
+    for (int i = 0; i < TX_CHECKSUM_ROUNDS; i++)
       tx_read_vector<2>(words[i], (const char *)weights + 2 * (i * TX_ROUND + (int32_t)lane * TX_VECTOR), 16,
                         TX_VECTOR);
-#pragma unroll
-    for (int i = 0; i < kRounds; i++)
-      tx_checksum_take(s, words[i], tx_checksum_left(TX_CHECKSUM, (int32_t)lane * TX_VECTOR) - i * (TX_ROUND / 32));
-    return tx_checksum_value(s, lane);
+    return tx_checksum_of_rounds(words, lane);
   }
   for (int32_t round = 0; round < tx_rounds(count); round++) {
     const tx_share share = tx_share_of_tile(count, round, lane);

@@ -5,10 +5,6 @@
 namespace {
 
 using namespace adamw_pair;
-using adamw_call::kBf16;
-using adamw_call::kBlocks;
-using adamw_call::kF32;
-using adamw_call::kRemainder;
 
 // Around the sizes of vectors, blocks, rounds and tiles.
 const int64_t kLengths[] = {0, 1, 7, 8, 9, 127, 128, 129, 255, 257, 1023, 1025};

@@ -18,6 +18,10 @@ namespace adamw_pair {
 using adamw_call::Bytes;
 using adamw_call::Call;
 using adamw_call::Combo;
+using adamw_call::kBf16;
+using adamw_call::kBlocks;
+using adamw_call::kF32;
+using adamw_call::kRemainder;
 using adamw_call::Param;
 
 inline int64_t Block(const Combo &c) {

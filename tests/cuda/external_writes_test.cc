@@ -4,9 +4,6 @@
 namespace {
 
 using namespace adamw_pair;
-using adamw_call::kBf16;
-using adamw_call::kBlocks;
-using adamw_call::kRemainder;
 
 const int64_t kLengths[] = {0, 1, 31, 33, 129, 1023, 1024, 1025, 2047, 2048, 2049, 2090, 4096, 4097, 6145, 6150, 13000};
 

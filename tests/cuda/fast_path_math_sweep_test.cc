@@ -7,6 +7,7 @@
 #include <cmath>
 
 #include "cuda/adamw_fast_path.h"
+#include "cuda/quick_blocks.h"
 
 namespace {
 

@@ -10,10 +10,6 @@
 namespace {
 
 using namespace adamw_pair;
-using adamw_call::kBf16;
-using adamw_call::kBlocks;
-using adamw_call::kF32;
-using adamw_call::kRemainder;
 
 constexpr int64_t kTile = 1024;  // elements
 

@@ -232,7 +232,7 @@ PRIVATE_NAMES: dict[str, str] = {
     "tests/torch/test_abi.py": "mirrors of C structs, statuses as exceptions",
     "tests/torch/test_boxes.py": "runs of memory as boxes, and the size of boxes",
     "tests/torch/test_in_use.py": "whether running code holds an object",
-    "tests/torch/test_operators.py": "the package's own way to call operators",
+    "tests/torch/test_operators_in_torch.py": "the package's own way to call operators",
     "tests/torch/test_staging.py": "memory and copies of the part on the host",
     # what happens inside of a training
     "tests/distributed/test_folder_crash.py": "an exception at each line of the modules that write a folder",

@@ -1,7 +1,8 @@
 """Steps that call operators directly, past torch's dispatcher, must have the bits and the errors of steps that go
 through it.
 
-An active mode makes every call go through the dispatcher; test_operators.py says which calls go past it otherwise.
+An active mode makes every call go through the dispatcher; test_operators_in_torch.py says which calls go past it
+otherwise.
 """
 
 import random

@@ -12,6 +12,7 @@ import pytest
 HERE = pathlib.Path(os.path.realpath(__file__)).parent  # the source folder, where the other test files are
 FILES = (
     "test_operators.py",
+    "test_operators_in_torch.py",
     "test_argument_errors.py",
     "test_opcheck.py",
     "test_leak.py",
