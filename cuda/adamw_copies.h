@@ -5,6 +5,7 @@
 
 #include "cuda/adamw_round.h"
 #include "cuda/async_copy.h"
+#include "cuda/tile_place.h"
 #include "cuda/warp_checksum.h"
 
 namespace {
@@ -22,15 +23,6 @@ struct lane_streams {
   const char *grad;
 };
 
-/* Keeps the addresses in registers; nvcc would compute them anew for each use. */
-__device__ __forceinline__ void keep_addresses(lane_streams &s) {
-#if defined(__CUDA_ARCH__)
-  asm("" : "+l"(s.param), "+l"(s.master), "+l"(s.exp_avg), "+l"(s.exp_avg_sq), "+l"(s.grad));
-#else
-  (void)s;
-#endif
-}
-
 /* MOMENTS: TX_MOMENTS_BF16 or TX_MOMENTS_U8. */
 template <int MOMENTS>
 struct copy_ops {
@@ -42,7 +34,7 @@ struct copy_ops {
   static constexpr int kStored = TX_CHECKSUM_ROUNDS * TX_CELLS, kMasters = kStored + TX_CELLS,
                        kGrads = kMasters + TX_CELLS, kExpAvgs = kGrads + TX_CELLS,
                        kExpAvgSqs = kExpAvgs + (kScales ? 8 : TX_CELLS), kAll = kExpAvgs + (kScales ? 1 : 2) * TX_CELLS;
-  struct alignas(16) block_cells {
+  struct alignas(TX_CELLS) block_cells {
     char of_warp[TX_BLOCK_WARPS][kAll];
   };
 

@@ -49,26 +49,24 @@ __device__ __forceinline__ void renew_checksum(const tx_step_entry &e, const tx_
   if (lane == 0) tx_write_value((char *)e.checksums + tile.begin / unit * 8, checksum);
 }
 
-/* Steps a tile. Returns how many masters were resynced: fp32 masters that became their weights, or the elements of a
- * block whose remainders were dropped. copies: what was read ahead of the tile; becomes that of `next`, the warp's next
- * tile. */
+/* Steps a tile. copies: what was read ahead of the tile; becomes that of `next`, where the warp's next tile is. */
 template <int WEIGHT, int MOMENTS>
-__device__ __forceinline__ int32_t step_tile(const tx_step_table &t, const tx_tile &tile, const tx_tile &next,
-                                             const tensor_state &w, tile_copies &copies) {
+__device__ __forceinline__ void step_tile(const tx_step_table &t, const tx_tile &tile, const tx_tile_place &next,
+                                          const tensor_state &w, warp_notes &notes, tile_copies &copies) {
   typedef round_ops<WEIGHT, MOMENTS> any;
   typedef usual_ops<WEIGHT, MOMENTS> usual;
   const tx_step_entry &e = t.entries[tile.tensor];
   const tx_dtype master = any::master_of(e);
   bool written = false, drops = false;
-  int32_t resynced = 0;
   if (usual::kHas && copies.there) tx_wait_for_copies();
   if (master == TX_I16 && e.checksums && (kHasExtras || t.common.resyncs)) {
     written = was_written<WEIGHT, MOMENTS>(e, tile, copies);
     drops = written && (!kHasExtras || t.common.resyncs);
-    resynced = drops ? tile.count : 0;
+    if (drops) note_resynced(notes, tile.count);
   }
   if (master == TX_F32 && w.suspect) {
-    resynced = resync_tile(e, any::param_of(e), tile);
+    const int32_t resynced = resync_tile(e, any::param_of(e), tile);
+    note_resynced(notes, resynced);
     if (resynced != 0) note_resynced(t, tile.tensor);
   }
   const bool is_usual = usual::kHas && copies.there && w.quick && !drops;
@@ -79,8 +77,8 @@ __device__ __forceinline__ int32_t step_tile(const tx_step_table &t, const tx_ti
 #pragma unroll 1
   for (int32_t i = 0; i * TX_ROUND < tile.count; i++) {
     stepped_round now;
-    if (!is_usual || !usual::round(now, here, copies, t, tile, next, w, (uint32_t)i))
-      any::round(t, e, w, any::layout::lane_elements_of(e, tile, i), {written, drops}, now);
+    if (!is_usual || !usual::round(now, here, copies, t, tile, next, w, notes, (uint32_t)i))
+      any::round(t, e, usual::whole(w, notes), any::layout::lane_elements_of(e, tile, i), {written, drops}, now);
     if (usual::kHas) usual::note(here, now, (uint32_t)i);
     if (master == TX_I16) tx_checksum_take(sums, now.weights, left);
     left -= TX_ROUND_VECTORS;
@@ -88,10 +86,9 @@ __device__ __forceinline__ int32_t step_tile(const tx_step_table &t, const tx_ti
   if (is_usual) {
     usual::leave(here, t, tile);
   } else if (usual::kHas) {
-    usual::copying::begin_all(copies, t, next);
+    usual::copying::begin_all(copies, t, tx_tile_of(t, next));
   }
   if (master != TX_NONE && e.checksums) renew_checksum(e, tile, master, sums);
-  return resynced;
 }
 
 /* Adds 1 to the step counts. The launch's last block does so, since every other block has read them by then. */
@@ -103,16 +100,6 @@ __device__ __forceinline__ void count_steps(const tx_step_table &t) {
     tx_write_value(t.entries[i].step, tx_read_value<float>(t.entries[i].step) + 1.0f);
 }
 
-/* Tile `number`; one without elements if there is none of that number. before: the warp's tile before it. Most are in
- * the same tensor, and not searched for. */
-__device__ __forceinline__ tx_tile tile_after(const tx_step_table &t, const tx_tile &before, int64_t number,
-                                              int64_t tiles) {
-  const int64_t begin = before.begin + tx_tile_step() * t.tile;
-  const int64_t left = t.entries[before.tensor].numel - begin;
-  if (left > 0) return tx_tile{begin, before.tensor, (int32_t)(left < t.tile ? left : t.tile)};
-  return number < tiles ? tx_table_tile(t, number) : tx_tile{0, 0, 0};
-}
-
 template <int WEIGHT, int MOMENTS>
 __global__ void __launch_bounds__(TX_BLOCK_THREADS, 2) step(const __grid_constant__ tx_step_table t) {
   const tx_step_admission admitted = tx_step_admitted(t.common.gate);
@@ -122,26 +109,22 @@ __global__ void __launch_bounds__(TX_BLOCK_THREADS, 2) step(const __grid_constan
   }
   const bool compares = (WEIGHT == TX_WEIGHT_ANY || tx_master_of_weight(WEIGHT) == TX_F32) && t.common.compares_samples;
   if (compares) compare_samples(t);
-  tensor_state w = {};
-  w.tensor = -1;
+  warp_notes &notes = notes_of_warp();
+  begin_notes(notes, admitted);
   begin_extras();
-  int64_t resynced = 0;
-  const int64_t tiles = tx_table_tiles(t);
-  int64_t number = tx_first_tile();
-  tx_tile next = number < tiles ? tx_table_tile(t, number) : tx_tile{0, 0, 0};
-  tensor_reads read = {};
-  if (next.count > 0) read = read_tensor(t, next.tensor, compares);
-  tile_copies copies = usual_ops<WEIGHT, MOMENTS>::start(t, next);
-  while (next.count > 0) {
-    const tx_tile tile = next;
-    number += tx_tile_step();
-    next = tile_after(t, tile, number, tiles);
-    enter_tensor(w, t, tile.tensor, read, admitted);
-    if (next.count > 0 && next.tensor != tile.tensor) read = read_tensor(t, next.tensor, compares);
-    resynced += step_tile<WEIGHT, MOMENTS>(t, tile, next, w, copies);
+  tensor_state w = {};
+  tx_tile_place place = tx_first_place(t);
+  tile_copies copies = usual_ops<WEIGHT, MOMENTS>::start(t, place);
+  if (place.tensor >= 0) read_ahead(notes, t, place.tensor, compares);
+  while (place.tensor >= 0) {
+    const tx_tile tile = tx_tile_of(t, place);
+    if (notes.tensor != tile.tensor) enter_tensor(w, notes, t, tile.tensor, compares);
+    place = tx_place_after(t, place);
+    if (place.tensor >= 0 && place.tensor != notes.tensor) read_ahead(notes, t, place.tensor, compares);
+    step_tile<WEIGHT, MOMENTS>(t, tile, place, w, notes, copies);
   }
-  store_extras(t, w.tensor);
-  if (tx_lane_id() == 0) tx_count(t.common.resynced, resynced);
+  store_extras(t, notes.tensor);
+  if (tx_lane_id() == 0) tx_count(t.common.resynced, notes.resynced);
   count_steps(t);
 }
 

@@ -25,10 +25,10 @@ struct sample_comparison {
 };
 __device__ sample_comparison sample_comparisons[TX_TICKETS + TX_CAPTURED_TICKETS];
 
-/* Valid after compare_samples. */
-__device__ __forceinline__ bool is_suspect(const tx_step_table &t, int32_t tensor) {
-  const volatile uint32_t *const words = sample_comparisons[t.common.ticket].suspects;
-  return (words[tensor / 32] >> (tensor % 32) & 1u) != 0u;
+/* The word that has the tensor's bit, `tensor` % 32. Valid after compare_samples; no block has read it before, so the
+ * L1 cache has no older copy. */
+__device__ __forceinline__ const uint32_t *suspects_of(const tx_step_table &t, int32_t tensor) {
+  return &sample_comparisons[t.common.ticket].suspects[tensor / 32];
 }
 
 /* How many samples a warp compares at a time: eight lanes hold the two runs of a sample. */

@@ -43,9 +43,10 @@ struct usual_ops {
   }
 
   /* Called before the warp's first tile. */
-  static __device__ __forceinline__ tile_copies start(const tx_step_table &t, const tx_tile &first) {
+  static __device__ __forceinline__ tile_copies start(const tx_step_table &t, const tx_tile_place &place) {
     tile_copies copies = {};
     if constexpr (kHas) {
+      const tx_tile first = tx_tile_of(t, place);
       __shared__ typename copying::block_cells cells;
       copies.cell = tx_cell_of(cells.of_warp[threadIdx.x / TX_WARP]);
       copies.there = may_be(t, first);
@@ -63,16 +64,16 @@ struct usual_ops {
 
   /* Called before the first round of a tile; copies, of that tile, become those of the next one. */
   static __device__ __forceinline__ usual_tile enter(tile_copies &copies, const tx_step_table &t, const tx_tile &tile,
-                                                     const tx_tile &next) {
+                                                     const tx_tile_place &place) {
+    const tx_tile next = tx_tile_of(t, place);
     usual_tile here = {copying::streams_of(t, tile), copying::streams_of(t, next).param, 0};
-    keep_addresses(here.streams);
     copies.there = may_be(t, next);
     return here;
   }
 
   /* Reads round i of a usual tile, and starts to copy what the warp needs next. */
   static __device__ __forceinline__ void read(round_data &r, const usual_tile &here, tile_copies &copies,
-                                              const tx_step_table &t, const tx_tile &next, uint32_t i) {
+                                              const tx_step_table &t, const tx_tile_place &next, uint32_t i) {
     tx_wait_for_copies();
     copying::read_round(r, copies.cell, i);
     if constexpr (kScales) {
@@ -83,23 +84,34 @@ struct usual_ops {
     if (i + 1 < TX_CHECKSUM_ROUNDS) {
       copying::copy_round(copies.cell, here.streams, i + 1);
     } else if (copies.there) {
-      copying::begin(copies, t, next);
+      copying::begin(copies, t, tx_tile_of(t, next));
     }
     tx_copy_async_if<16, 0>(tx_cell_after(copies.cell, (int32_t)i * TX_CELLS), copying::further(here.next_param, i),
                             copies.there);
+  }
+
+  /* The state, with what has no registers of its own. */
+  static __device__ __forceinline__ tensor_state whole(const tensor_state &w, const warp_notes &notes) {
+    tensor_state all = w;
+    if constexpr (kHas) {
+      all.exp_avg = notes.exp_avg;
+      all.exp_avg_sq = notes.exp_avg_sq;
+    }
+    return all;
   }
 
   /* Steps round i of a usual tile from r, and writes it. Returns false, and writes nothing, if a lane's values are
    * unusual. */
   static __device__ __forceinline__ bool step(stepped_round &now, const round_data &r, const usual_tile &tile,
                                               const tx_step_table &t, const tx_step_entry &e, const tensor_state &w,
-                                              const tx_lane_elements &here, uint32_t i) {
+                                              const warp_notes &notes, const tx_lane_elements &here, uint32_t i) {
     round_data to;
     tx_stepped x;
     float g[TX_VECTOR];
     int32_t m_amax = 0, root_amax = 0;
     tx_plain_floats(g, r.grad, TX_BF16);
-    bool right = ops::update(r, to, x, t, e, w, here, g, TX_DITHERED, true);
+    const tensor_state state = kScales ? whole(w, notes) : w; /* bf16 moments leave registers for it */
+    bool right = ops::update(r, to, x, t, e, state, here, g, TX_DITHERED, true);
     if constexpr (kScales) {
       ops::find_amaxes(m_amax, root_amax, e, x);
       right = right & (m_amax != 0);
@@ -110,9 +122,9 @@ struct usual_ops {
     tx_write_raw_of<2>(to.master, copying::further(s.master, i), 16, TX_VECTOR);
     if constexpr (kScales) {
       now.exp_avg_scale =
-          tx_round_scaled(to.exp_avg, x.m, TX_U8, TX_FORMAT_SIGNED, TX_DITHERED, true, m_amax, here, w.exp_avg);
+          tx_round_scaled(to.exp_avg, x.m, TX_U8, TX_FORMAT_SIGNED, TX_DITHERED, true, m_amax, here, state.exp_avg);
       now.exp_avg_sq_scale = tx_round_scaled(to.exp_avg_sq, x.root, TX_U8, TX_FORMAT_SQRT, TX_DITHERED, true, root_amax,
-                                             here, w.exp_avg_sq);
+                                             here, state.exp_avg_sq);
     }
     tx_write_raw_of<copying::kMomentBytes>(to.exp_avg, copying::moments_further(s.exp_avg, i), 16, TX_VECTOR);
     tx_write_raw_of<copying::kMomentBytes>(to.exp_avg_sq, copying::moments_further(s.exp_avg_sq, i), 16, TX_VECTOR);
@@ -124,12 +136,12 @@ struct usual_ops {
 
   /* read and step. */
   static __device__ __forceinline__ bool round(stepped_round &now, const usual_tile &here, tile_copies &copies,
-                                               const tx_step_table &t, const tx_tile &tile, const tx_tile &next,
-                                               const tensor_state &w, uint32_t i) {
+                                               const tx_step_table &t, const tx_tile &tile, const tx_tile_place &next,
+                                               const tensor_state &w, const warp_notes &notes, uint32_t i) {
     round_data r;
     const int64_t first = tile.begin + (int32_t)(i * TX_ROUND + tx_lane_id() * TX_VECTOR);
     read(r, here, copies, t, next, i);
-    return step(now, r, here, t, t.entries[tile.tensor], w, {first, TX_VECTOR, 0, true}, i);
+    return step(now, r, here, t, t.entries[tile.tensor], w, notes, {first, TX_VECTOR, 0, true}, i);
   }
 
   /* Called after round i, however it was stepped. */

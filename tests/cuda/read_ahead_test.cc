@@ -1,5 +1,6 @@
 // What a step with remainders reads ahead into shared memory: every vector of every full tile once, of the streams
-// that it reads. Other steps read nothing ahead. The emulator makes a copy at once or as late as possible, by a seed;
+// that it reads. Other steps read no vectors ahead. Every step reads ahead what a warp needs to know of its next tensor,
+// in words of 4 bytes. The emulator makes a copy at once or as late as possible, by a seed;
 // no bit of the result depends on it.
 #include <algorithm>
 #include <utility>
@@ -34,6 +35,16 @@ std::vector<Stream> StreamsOf(Param &p) {
   return streams;
 }
 
+typedef std::pair<const char *, int64_t> Copy;  // the address that is read, and how many bytes
+
+// What was read ahead of vectors.
+std::vector<Copy> Vectors() {
+  std::vector<Copy> copied;
+  for (const emulated::Copied &each : emulated::world.copied)
+    if (each.bytes > 4) copied.emplace_back(each.from, each.bytes);
+  return copied;
+}
+
 TEST_P(ReadAhead, EveryFullTileOnce) {
   emulated::Use(2, 2);
   Pair pair;
@@ -42,9 +53,7 @@ TEST_P(ReadAhead, EveryFullTileOnce) {
     pair.Add(GetParam(), n);
   ASSERT_EQ(pair.Take(Arguments()), TX_OK);
   pair.ExpectEqual();
-  std::vector<std::pair<const char *, int64_t>> copied;
-  for (const emulated::Copied &each : emulated::world.copied)
-    copied.emplace_back(each.from, each.bytes);
+  std::vector<Copy> copied = Vectors();
   std::sort(copied.begin(), copied.end());
   for (size_t i = 1; i < copied.size(); i++)
     ASSERT_GE(copied[i].first, copied[i - 1].first + copied[i - 1].second) << "copied twice";
@@ -64,7 +73,24 @@ TEST_P(ReadAhead, EveryFullTileOnce) {
   }
   const bool reads_ahead = GetParam().master == TX_I16;
   EXPECT_EQ(found, reads_ahead ? expected : 0);
-  EXPECT_EQ(emulated::world.copied.empty(), !reads_ahead);
+  EXPECT_EQ(copied.empty(), !reads_ahead);
+}
+
+TEST_P(ReadAhead, OneWordOfATensorForEachWarpThatEntersIt) {
+  emulated::Use(2, 2);
+  Pair pair;
+  for (const int64_t n : {90000, 5, 3000, 16 * 1024, 1024})
+    pair.Add(GetParam(), n);
+  ASSERT_EQ(pair.Take(Arguments()), TX_OK);
+  for (Watched &w : pair.ours.params) {
+    const int64_t tiles = (w.param.n + kTile - 1) / kTile;
+    const auto *const step = reinterpret_cast<const char *>(w.param.step.data());
+    int64_t words = 0;
+    for (const emulated::Copied &each : emulated::world.copied)
+      words += each.bytes == 4 && each.from == step;
+    EXPECT_GE(words, 1);
+    EXPECT_LE(words, std::min<int64_t>(tiles, 2 * 2 * 8)) << w.param.n;
+  }
 }
 
 // Each seed makes other copies late.
@@ -85,7 +111,7 @@ TEST_P(ReadAhead, WhatIsNotAlignedIsReadDirectly) {
   Pair pair;
   pair.Add(GetParam(), 5000, 1);
   ASSERT_EQ(pair.Take(Arguments()), TX_OK);
-  EXPECT_TRUE(emulated::world.copied.empty());
+  EXPECT_TRUE(Vectors().empty());
   pair.ExpectEqual();
 }
 

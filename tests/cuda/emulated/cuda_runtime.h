@@ -121,7 +121,7 @@ uint64_t Exchange(uint64_t value, unsigned from);
 uint32_t Vote(bool value);
 void SyncThreads();
 void SyncWarp();
-// A copy of 16 or 8 bytes, to which both addresses must be aligned, into shared memory. It is made now or as late as
+// A copy of 16, 8 or 4 bytes, to which both addresses must be aligned, into shared memory. It is made now or as late as
 // possible: when the lane waits for its copies. Until then `to` has other bytes.
 void CopyAsync(void *to, const void *from, int bytes);
 void WaitForCopies();

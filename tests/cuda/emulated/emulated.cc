@@ -290,7 +290,10 @@ void SyncWarp() {
 
 void CopyAsync(void *to, const void *from, int bytes) {
   const uintptr_t addresses = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from);
-  if ((bytes != 16 && bytes != 8) || addresses % static_cast<unsigned>(bytes) != 0) Fail("an odd asynchronous copy");
+  if ((bytes != 16 && bytes != 8 && bytes != 4) || addresses % static_cast<unsigned>(bytes) != 0)
+    Fail("an odd asynchronous copy");
+  // See Note [aligned cells] in cuda/async_copy.h.
+  if (bytes == 16 && (reinterpret_cast<uintptr_t>(to) - 16 * Lane()) % 128 != 0) Fail("copies that read sectors twice");
   Copy copy = {static_cast<char *>(to), static_cast<const char *>(from), static_cast<size_t>(bytes)};
   world.copied.push_back({copy.from, bytes});
   world.copies = world.copies * 1664525u + 1013904223u;
