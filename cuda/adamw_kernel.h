@@ -45,8 +45,8 @@ __device__ __forceinline__ void renew_checksum(const tx_step_entry &e, const tx_
     checksum = e.numel > TX_SAMPLED ? tx_sample_of(weights, e.param_alignment, tile.count, lane)
                                     : tx_checksum_of(weights, e.param_alignment, tile.count, lane);
   }
-  const int64_t unit = master == TX_F32 ? TX_SAMPLED : TX_CHECKSUM;
-  if (lane == 0) tx_write_value((char *)e.checksums + tile.begin / unit * 8, checksum);
+  const uint64_t unit = master == TX_F32 ? TX_SAMPLED : TX_CHECKSUM;
+  if (lane == 0) tx_write_value((char *)e.checksums + (uint64_t)tile.begin / unit * 8, checksum);
 }
 
 /* Steps a tile. copies: what was read ahead of the tile; becomes that of `next`, where the warp's next tile is. */
@@ -62,7 +62,6 @@ __device__ __forceinline__ void step_tile(const tx_step_table &t, const tx_tile 
   if (master == TX_I16 && e.checksums && (kHasExtras || t.common.resyncs)) {
     written = was_written<WEIGHT, MOMENTS>(e, tile, copies);
     drops = written && (!kHasExtras || t.common.resyncs);
-    if (drops) note_resynced(notes, tile.count);
   }
   if (master == TX_F32 && w.suspect) {
     const int32_t resynced = resync_tile(e, any::param_of(e), tile);
@@ -71,22 +70,24 @@ __device__ __forceinline__ void step_tile(const tx_step_table &t, const tx_tile 
   }
   const bool is_usual = usual::kHas && copies.there && w.quick && !drops;
   typename usual::usual_tile here = {};
-  if (usual::kHas) here = usual::enter(copies, t, tile, next);
+  if (usual::kHas) here = usual::enter(copies, t, next);
   tx_checksum_sums sums = {}; /* over the new weights, with 16-bit remainders */
   uint32_t left = tx_checksum_left(tile.count, (int32_t)tx_lane_id() * TX_VECTOR);
 #pragma unroll 1
   for (int32_t i = 0; i * TX_ROUND < tile.count; i++) {
     stepped_round now;
     if (!is_usual || !usual::round(now, here, copies, t, tile, next, w, notes, (uint32_t)i))
-      any::round(t, e, usual::whole(w, notes), any::layout::lane_elements_of(e, tile, i), {written, drops}, now);
+      any::round(t, e, usual::whole(w, notes), any::layout::lane_elements_of(e, tile, i), {written, drops}, now,
+                 w.quick && !is_usual);
     if (usual::kHas) usual::note(here, now, (uint32_t)i);
     if (master == TX_I16) tx_checksum_take(sums, now.weights, left);
     left -= TX_ROUND_VECTORS;
   }
   if (is_usual) {
-    usual::leave(here, t, tile);
-  } else if (usual::kHas) {
-    usual::copying::begin_all(copies, t, tx_tile_of(t, next));
+    usual::leave(here, e, tile.begin);
+  } else {
+    if (usual::kHas) usual::copying::begin_all(copies, t, tx_tile_of(t, next));
+    if (drops) note_resynced(notes, tile.count);
   }
   if (master != TX_NONE && e.checksums) renew_checksum(e, tile, master, sums);
 }

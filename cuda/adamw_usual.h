@@ -42,14 +42,25 @@ struct usual_ops {
     return tile.count == TX_CHECKSUM && t.entries[tile.tensor].usual;
   }
 
+  /* Writes where the next tile's streams begin. */
+  static __device__ __forceinline__ void keep_streams(const tile_copies &copies, const tx_step_table &t,
+                                                      const tx_tile &next) {
+    __syncwarp(); /* no lane needs those before them any more */
+    if (tx_lane_id() == 0) copying::write_streams(copies.next, t.entries[next.tensor], next.begin);
+    __syncwarp();
+  }
+
   /* Called before the warp's first tile. */
   static __device__ __forceinline__ tile_copies start(const tx_step_table &t, const tx_tile_place &place) {
     tile_copies copies = {};
     if constexpr (kHas) {
       const tx_tile first = tx_tile_of(t, place);
       __shared__ typename copying::block_cells cells;
+      __shared__ block_streams streams;
       copies.cell = tx_cell_of(cells.of_warp[threadIdx.x / TX_WARP]);
+      copies.next = tx_cells_of(streams.of_warp[threadIdx.x / TX_WARP]);
       copies.there = may_be(t, first);
+      keep_streams(copies, t, first);
       copying::begin_all(copies, t, first);
     }
     return copies;
@@ -57,37 +68,40 @@ struct usual_ops {
 
   /* What a warp keeps of a tile while it steps it. */
   struct usual_tile {
-    lane_streams streams;
-    const char *next_param; /* of the next tile */
-    uint32_t scale;         /* the lane's new scale byte (scale_of) */
+    tx_cell streams; /* where they begin */
+    uint32_t scale;  /* the lane's new scale byte (scale_of) */
   };
 
   /* Called before the first round of a tile; copies, of that tile, become those of the next one. */
-  static __device__ __forceinline__ usual_tile enter(tile_copies &copies, const tx_step_table &t, const tx_tile &tile,
+  static __device__ __forceinline__ usual_tile enter(tile_copies &copies, const tx_step_table &t,
                                                      const tx_tile_place &place) {
     const tx_tile next = tx_tile_of(t, place);
-    usual_tile here = {copying::streams_of(t, tile), copying::streams_of(t, next).param, 0};
+    const usual_tile here = {copies.next, 0};
+    copies.next = tx_cell_beside(copies.next, TX_OTHER_STREAMS);
     copies.there = may_be(t, next);
+    keep_streams(copies, t, next);
     return here;
   }
 
   /* Reads round i of a usual tile, and starts to copy what the warp needs next. */
   static __device__ __forceinline__ void read(round_data &r, const usual_tile &here, tile_copies &copies,
                                               const tx_step_table &t, const tx_tile_place &next, uint32_t i) {
-    tx_wait_for_copies();
+    if (i > 0) tx_wait_for_groups<copying::kAhead - 1>(); /* before the first round, the warp waits for all */
     copying::read_round(r, copies.cell, i);
     if constexpr (kScales) {
       r.exp_avg_scale = copying::scale_at(copies.scale, (int)i);
       r.exp_avg_sq_scale = copying::scale_at(copies.scale, TX_CHECKSUM_ROUNDS + (int)i);
     }
     __syncwarp(); /* all of it is read before it is overwritten */
-    if (i + 1 < TX_CHECKSUM_ROUNDS) {
-      copying::copy_round(copies.cell, here.streams, i + 1);
-    } else if (copies.there) {
-      copying::begin(copies, t, tx_tile_of(t, next));
-    }
-    tx_copy_async_if<16, 0>(tx_cell_after(copies.cell, (int32_t)i * TX_CELLS), copying::further(here.next_param, i),
-                            copies.there);
+    const uint32_t ahead = (i + copying::kAhead) % TX_CHECKSUM_ROUNDS;
+    const bool same = ahead > i; /* of the same tile */
+    const round_streams s = copying::streams_of(same ? here.streams : copies.next, ahead);
+    char *const weights = copying::weights_of(copies.next, i);
+    if (same || copies.there) copying::copy_round(copies.cell, s, ahead);
+    tx_copy_async_if<16, 0>(tx_cell_after(copies.cell, (int32_t)i * TX_CELLS), weights, copies.there);
+    if (copies.there && i + 1 == TX_CHECKSUM_ROUNDS)
+      copying::begin(copies, t.entries[next.tensor], tx_tile_of(t, next).begin);
+    tx_group_copies();
   }
 
   /* The state, with what has no registers of its own. */
@@ -103,8 +117,9 @@ struct usual_ops {
   /* Steps round i of a usual tile from r, and writes it. Returns false, and writes nothing, if a lane's values are
    * unusual. */
   static __device__ __forceinline__ bool step(stepped_round &now, const round_data &r, const usual_tile &tile,
-                                              const tx_step_table &t, const tx_step_entry &e, const tensor_state &w,
-                                              const warp_notes &notes, const tx_lane_elements &here, uint32_t i) {
+                                              uint32_t i, const tx_step_table &t, const tx_step_entry &e,
+                                              const tensor_state &w, const warp_notes &notes,
+                                              const tx_lane_elements &here) {
     round_data to;
     tx_stepped x;
     float g[TX_VECTOR];
@@ -117,17 +132,17 @@ struct usual_ops {
       right = right & (m_amax != 0);
     }
     if (__any_sync(0xffffffffu, !right)) return false;
-    const lane_streams &s = tile.streams;
-    tx_write_raw_of<2>(to.param, copying::further(s.param, i), 16, TX_VECTOR);
-    tx_write_raw_of<2>(to.master, copying::further(s.master, i), 16, TX_VECTOR);
+    const round_streams s = copying::streams_of(tile.streams, i);
+    tx_write_raw_of<2>(to.param, s.param, 16, TX_VECTOR);
+    tx_write_raw_of<2>(to.master, s.master, 16, TX_VECTOR);
     if constexpr (kScales) {
       now.exp_avg_scale =
           tx_round_scaled(to.exp_avg, x.m, TX_U8, TX_FORMAT_SIGNED, TX_DITHERED, true, m_amax, here, state.exp_avg);
       now.exp_avg_sq_scale = tx_round_scaled(to.exp_avg_sq, x.root, TX_U8, TX_FORMAT_SQRT, TX_DITHERED, true, root_amax,
                                              here, state.exp_avg_sq);
     }
-    tx_write_raw_of<copying::kMomentBytes>(to.exp_avg, copying::moments_further(s.exp_avg, i), 16, TX_VECTOR);
-    tx_write_raw_of<copying::kMomentBytes>(to.exp_avg_sq, copying::moments_further(s.exp_avg_sq, i), 16, TX_VECTOR);
+    tx_write_raw_of<copying::kMomentBytes>(to.exp_avg, s.exp_avg, 16, TX_VECTOR);
+    tx_write_raw_of<copying::kMomentBytes>(to.exp_avg_sq, s.exp_avg_sq, 16, TX_VECTOR);
 #pragma unroll
     for (int k = 0; k < TX_VECTOR / 2; k++)
       now.weights[k] = to.param[k];
@@ -139,9 +154,9 @@ struct usual_ops {
                                                const tx_step_table &t, const tx_tile &tile, const tx_tile_place &next,
                                                const tensor_state &w, const warp_notes &notes, uint32_t i) {
     round_data r;
-    const int64_t first = tile.begin + (int32_t)(i * TX_ROUND + tx_lane_id() * TX_VECTOR);
     read(r, here, copies, t, next, i);
-    return step(now, r, here, t, t.entries[tile.tensor], w, notes, {first, TX_VECTOR, 0, true}, i);
+    const int64_t first = tile.begin + (int32_t)(i * TX_ROUND + tx_lane_id() * TX_VECTOR);
+    return step(now, r, here, i, t, t.entries[tile.tensor], w, notes, {first, TX_VECTOR, 0, true});
   }
 
   /* Called after round i, however it was stepped. */
@@ -153,9 +168,9 @@ struct usual_ops {
   }
 
   /* Called after the last round. */
-  static __device__ __forceinline__ void leave(const usual_tile &here, const tx_step_table &t, const tx_tile &tile) {
+  static __device__ __forceinline__ void leave(const usual_tile &here, const tx_step_entry &e, int64_t begin) {
     if constexpr (kScales) {
-      uint8_t *const at = copying::scale_of(t, tile);
+      uint8_t *const at = copying::scale_of(e, begin);
       if (at) *at = (uint8_t)here.scale;
     }
   }

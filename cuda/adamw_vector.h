@@ -188,14 +188,14 @@ struct round_ops {
     return tx_round_scaled(raw, x, TX_F16, format, rounding, false, 0, here, noise);
   }
 
-  /* Steps a round. now: receives what the tile needs of it. */
+  /* Steps a round. now: receives what the tile needs of it. may_be_quick: whether the fast path is worth trying. */
   static __device__ __forceinline__ void round(const tx_step_table &t, const tx_step_entry &e, const tensor_state &w,
                                                const tx_lane_elements &here, const tile_writes &writes,
-                                               stepped_round &now) {
+                                               stepped_round &now, bool may_be_quick) {
     const tx_dtype m_dtype = moment(e.exp_avg_dtype), v_dtype = moment(e.exp_avg_sq_dtype);
     round_data to;
     tx_stepped x;
-    const bool quick = kQuick && w.quick && take(to, x, t, e, w, here, writes.drops, true);
+    const bool quick = kQuick && may_be_quick && take(to, x, t, e, w, here, writes.drops, true);
     if (!quick) {
       /* The fast path failed. Nothing is written yet, so the round is read again: keeping it would cost all rounds
        * registers. */

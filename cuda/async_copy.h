@@ -31,19 +31,52 @@ typedef struct tx_cell {
 #endif
 } tx_cell;
 
-/* The lane's cell of the warp's shared memory `cells`, aligned to TX_CELLS bytes and of a multiple of them. */
-static __device__ __forceinline__ tx_cell tx_cell_of(char *cells) {
-  char *const mine = cells + threadIdx.x % TX_WARP * 16;
+/* The warp's shared memory `cells`, and the lane's cell of it, aligned to TX_CELLS bytes and of a multiple of them. */
+static __device__ __forceinline__ tx_cell tx_cells_of(char *cells) {
 #if defined(TX_EMULATED_CUDA_RUNTIME_H)
-  return tx_cell{mine};
+  return tx_cell{cells};
 #else
-  tx_cell cell = {(uint32_t)__cvta_generic_to_shared(mine)};
+  tx_cell cell = {(uint32_t)__cvta_generic_to_shared(cells)};
   asm("" : "+r"(cell.at)); /* otherwise it is computed anew for each use */
   return cell;
 #endif
 }
+static __device__ __forceinline__ tx_cell tx_cell_of(char *cells) {
+  return tx_cells_of(cells + threadIdx.x % TX_WARP * 16);
+}
 static __device__ __forceinline__ tx_cell tx_cell_after(tx_cell cell, int32_t bytes) {
   return tx_cell{cell.at + bytes};
+}
+/* Of two neighbours of `bytes` bytes, a power of two, the other one. They are aligned to both of them together. */
+static __device__ __forceinline__ tx_cell tx_cell_beside(tx_cell cell, uint32_t bytes) {
+#if defined(TX_EMULATED_CUDA_RUNTIME_H)
+  return tx_cell{(char *)((uintptr_t)cell.at ^ bytes)};
+#else
+  return tx_cell{cell.at ^ bytes};
+#endif
+}
+
+/* Reads and writes two addresses at OFFSET bytes from a multiple of 16. The same bytes are read by all lanes. */
+template <int OFFSET>
+static __device__ __forceinline__ void tx_read_addresses(char *&first, char *&second, tx_cell from) {
+#if defined(TX_EMULATED_CUDA_RUNTIME_H)
+  memcpy(&first, from.at + OFFSET, sizeof first);
+  memcpy(&second, from.at + OFFSET + sizeof first, sizeof second);
+#elif defined(__CUDA_ARCH__)
+  uint64_t low, high;
+  asm volatile("ld.shared.v2.u64 {%0, %1}, [%2 + %3];" : "=l"(low), "=l"(high) : "r"(from.at), "n"(OFFSET) : "memory");
+  first = (char *)low;
+  second = (char *)high;
+#endif
+}
+template <int OFFSET>
+static __device__ __forceinline__ void tx_write_addresses(tx_cell to, const void *first, const void *second) {
+#if defined(TX_EMULATED_CUDA_RUNTIME_H)
+  memcpy(to.at + OFFSET, &first, sizeof first);
+  memcpy(to.at + OFFSET + sizeof first, &second, sizeof second);
+#elif defined(__CUDA_ARCH__)
+  asm volatile("st.shared.v2.u64 [%0 + %1], {%2, %3};" ::"r"(to.at), "n"(OFFSET), "l"(first), "l"(second) : "memory");
+#endif
 }
 
 /* Starts to copy BYTES bytes, 16 or 8, to OFFSET bytes from the lane's cell. Both addresses are aligned to BYTES. */
@@ -82,6 +115,25 @@ static __device__ __forceinline__ void tx_copy_word_async(uint32_t *to, const vo
 #elif defined(__CUDA_ARCH__)
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from)
                : "memory");
+#endif
+}
+
+/* Makes a group of the copies that the lane has started since its last group. */
+static __device__ __forceinline__ void tx_group_copies() {
+#if defined(TX_EMULATED_CUDA_RUNTIME_H)
+  emulated::GroupCopies();
+#elif defined(__CUDA_ARCH__)
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+/* Waits for all of the lane's groups but the LATER newest ones. */
+template <int LATER>
+static __device__ __forceinline__ void tx_wait_for_groups() {
+#if defined(TX_EMULATED_CUDA_RUNTIME_H)
+  emulated::WaitForGroups(LATER);
+#elif defined(__CUDA_ARCH__)
+  asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
 #endif
 }
 
