@@ -19,15 +19,22 @@ struct tile_copies {
 };
 
 /* Where a tile's streams begin, in shared memory: to compute it anew for each round takes instructions, and to keep it
- * takes registers. A warp has two: of its tile, and of its next one. */
-enum { TX_STREAMS_BYTES = 64, TX_OTHER_STREAMS = TX_STREAMS_BYTES };
+ * takes registers. A warp has two of these: of its tile, and of its next one. */
+enum tile_streams {
+  TX_OF_GRAD = 0, /* offsets of addresses, in pairs */
+  TX_OF_EXP_AVG = 16,
+  TX_OF_PARAM = 32,
+  TX_OF_SCALES = 40, /* exp_avg's, then exp_avg_sq's */
+  TX_OF_CHECKSUM = 56,
+  TX_STREAMS_BYTES = 64
+};
 struct alignas(2 * TX_STREAMS_BYTES) block_streams {
   char of_warp[TX_BLOCK_WARPS][2 * TX_STREAMS_BYTES];
 };
 
-/* Addresses of the same round in a tile's streams. */
+/* Addresses of a lane's vectors of a round. */
 struct round_streams {
-  char *grad, *master, *exp_avg, *exp_avg_sq, *param;
+  char *grad, *master, *exp_avg, *exp_avg_sq;
 };
 
 /* MOMENTS: TX_MOMENTS_BF16 or TX_MOMENTS_U8. */
@@ -36,61 +43,48 @@ struct copy_ops {
   static constexpr bool kScales = MOMENTS == TX_MOMENTS_U8;
   static constexpr int kMomentBytes = kScales ? 1 : 2;
 
-  /* How many rounds are read ahead. The instructions of 8-bit moments take so long that one round is not enough for
-   * an even flow of reads. For two rounds of bf16 moments, shared memory of a fixed size is too small. */
-  static constexpr uint32_t kAhead = kScales ? 2 : 1;
-
-  /* The warp's shared memory: the weights of all rounds of a tile, its stored checksum, and the other streams of kAhead
-   * rounds. 8-bit moments share their cells. */
-  static constexpr int kStored = TX_CHECKSUM_ROUNDS * TX_CELLS, kRounds = kStored + TX_CELLS, kMasters = 0,
-                       kGrads = TX_CELLS, kExpAvgs = 2 * TX_CELLS, kExpAvgSqs = kExpAvgs + (kScales ? 8 : TX_CELLS),
-                       kRound = kExpAvgs + (kScales ? 1 : 2) * TX_CELLS, kAll = kRounds + kAhead * kRound;
+  /* The warp's shared memory: the weights of all rounds of a tile, its stored checksum, and the other streams of one
+   * round. 8-bit moments share their cells. */
+  static constexpr int kStored = TX_CHECKSUM_ROUNDS * TX_CELLS, kMasters = kStored + TX_CELLS,
+                       kGrads = kMasters + TX_CELLS, kExpAvgs = kGrads + TX_CELLS,
+                       kExpAvgSqs = kExpAvgs + (kScales ? 8 : TX_CELLS), kAll = kExpAvgs + (kScales ? 1 : 2) * TX_CELLS;
   struct alignas(TX_CELLS) block_cells {
     char of_warp[TX_BLOCK_WARPS][kAll];
   };
 
   /* Writes where a tile's streams begin; called by one lane. */
   static __device__ __forceinline__ void write_streams(tx_cell to, const tx_step_entry &e, int64_t begin) {
-    tx_write_addresses<0>(to, (const char *)e.grad + 2 * begin, (char *)e.master + 2 * begin);
-    tx_write_addresses<16>(to, (char *)e.exp_avg + kMomentBytes * begin, (char *)e.exp_avg_sq + kMomentBytes * begin);
-    tx_write_addresses<32>(to, (char *)e.param + 2 * begin, NULL);
+    const uint64_t block = (uint64_t)begin / TX_BLOCK;
+    tx_write_addresses<TX_OF_GRAD>(to, (const char *)e.grad + 2 * begin, (char *)e.master + 2 * begin);
+    tx_write_addresses<TX_OF_EXP_AVG>(to, (char *)e.exp_avg + kMomentBytes * begin,
+                                      (char *)e.exp_avg_sq + kMomentBytes * begin);
+    tx_write_addresses<TX_OF_PARAM>(to, (char *)e.param + 2 * begin, e.scales + block);
+    tx_write_addresses<TX_OF_SCALES + 8>(to, e.root_scales + block,
+                                         (char *)e.checksums + (uint64_t)begin / TX_CHECKSUM * 8);
   }
 
   /* Reads where the lane's vectors of round `round` are. */
   static __device__ __forceinline__ round_streams streams_of(tx_cell from, uint32_t round) {
     round_streams s;
-    char *none;
-    tx_read_addresses<0>(s.grad, s.master, from);
-    tx_read_addresses<16>(s.exp_avg, s.exp_avg_sq, from);
-    tx_read_addresses<32>(s.param, none, from);
+    tx_read_addresses<TX_OF_GRAD>(s.grad, s.master, from);
+    tx_read_addresses<TX_OF_EXP_AVG>(s.exp_avg, s.exp_avg_sq, from);
     const uint32_t element = round * TX_ROUND + tx_lane_id() * TX_VECTOR;
     s.grad += 2 * element;
     s.master += 2 * element;
-    s.param += 2 * element;
     s.exp_avg += kMomentBytes * element;
     s.exp_avg_sq += kMomentBytes * element;
     return s;
   }
-
-  /* streams_of, of the weights only. */
   static __device__ __forceinline__ char *weights_of(tx_cell from, uint32_t round) {
-    char *param, *none;
-    tx_read_addresses<32>(param, none, from);
-    return param + 2 * (round * TX_ROUND + tx_lane_id() * TX_VECTOR);
+    return tx_read_address(from, TX_OF_PARAM) + 2 * (round * TX_ROUND + tx_lane_id() * TX_VECTOR);
   }
 
-  /* Where the lane has a round's copies without weights. */
-  static __device__ __forceinline__ tx_cell cell_of_round(const tx_cell cell, uint32_t round) {
-    return tx_cell_after(cell, kRounds + (int32_t)(round % kAhead) * kRound);
-  }
-
-  /* Starts to copy what round `round` has besides weights. s: of that round. */
-  static __device__ __forceinline__ void copy_round(const tx_cell cell, const round_streams &s, uint32_t round) {
-    const tx_cell to = cell_of_round(cell, round);
-    tx_copy_async<16, kMasters>(to, s.master);
-    tx_copy_async<16, kGrads>(to, s.grad);
-    tx_copy_async<8 * kMomentBytes, kExpAvgs>(to, s.exp_avg);
-    tx_copy_async<8 * kMomentBytes, kExpAvgSqs>(to, s.exp_avg_sq);
+  /* Starts to copy what a round has besides weights. */
+  static __device__ __forceinline__ void copy_round(const tx_cell cell, const round_streams &s) {
+    tx_copy_async<16, kMasters>(cell, s.master);
+    tx_copy_async<16, kGrads>(cell, s.grad);
+    tx_copy_async<8 * kMomentBytes, kExpAvgs>(cell, s.exp_avg);
+    tx_copy_async<8 * kMomentBytes, kExpAvgSqs>(cell, s.exp_avg_sq);
   }
 
   /* Reads the copies of round `round`. */
@@ -98,53 +92,49 @@ struct copy_ops {
     uint32_t words[4];
     tx_read_cell<0>(words, tx_cell_after(cell, (int32_t)round * TX_CELLS));
     memcpy(r.param, words, sizeof words);
-    const tx_cell from = cell_of_round(cell, round);
-    tx_read_cell<kMasters>(words, from);
+    tx_read_cell<kMasters>(words, cell);
     memcpy(r.master, words, sizeof words);
-    tx_read_cell<kGrads>(words, from);
+    tx_read_cell<kGrads>(words, cell);
     memcpy(r.grad, words, sizeof words);
-    tx_read_cell<kExpAvgs>(words, from);
+    tx_read_cell<kExpAvgs>(words, cell);
     memcpy(r.exp_avg, words, sizeof words);
     if constexpr (kScales) {
       memcpy(r.exp_avg_sq, words + 2, 8);
     } else {
-      tx_read_cell<kExpAvgSqs>(words, from);
+      tx_read_cell<kExpAvgSqs>(words, cell);
       memcpy(r.exp_avg_sq, words, sizeof words);
     }
   }
 
-  /* Where the scale bytes of the tile at `begin` are. Lanes 0 to 7 of the warp's first 16 have those of the first block
+  /* Where a tile's scale bytes are; streams: its own. Lanes 0 to 7 of the warp's first 16 have those of the first block
    * of each round: exp_avg's of round 0 to 3, then exp_avg_sq's; and of the other 16 those of the second block. NULL in
    * other lanes. */
-  static __device__ __forceinline__ uint8_t *scale_of(const tx_step_entry &e, int64_t begin) {
+  static __device__ __forceinline__ uint8_t *scale_of(tx_cell streams) {
     const uint32_t lane = tx_lane_id(), place = lane % TX_BLOCK_LANES;
     if (place >= 2 * TX_CHECKSUM_ROUNDS) return NULL;
-    uint8_t *const scales = place < TX_CHECKSUM_ROUNDS ? e.scales : e.root_scales;
-    return scales + (uint64_t)begin / TX_BLOCK + 2 * (place % TX_CHECKSUM_ROUNDS) + lane / TX_BLOCK_LANES;
+    char *const scales = tx_read_address(streams, TX_OF_SCALES + place / TX_CHECKSUM_ROUNDS * 8);
+    return (uint8_t *)scales + 2 * (place % TX_CHECKSUM_ROUNDS) + lane / TX_BLOCK_LANES;
   }
   static __device__ __forceinline__ uint32_t scale_at(uint32_t scale, int32_t place) {
     return __shfl_sync(0xffffffffu, scale, place, TX_BLOCK_LANES);
   }
 
-  /* Starts to read what is needed of a tile besides its streams. */
-  static __device__ __forceinline__ void begin(tile_copies &copies, const tx_step_entry &e, int64_t at) {
-    if (e.checksums) tx_copy_async<8, kStored>(copies.cell, (const uint64_t *)e.checksums + (uint64_t)at / TX_CHECKSUM);
+  /* Starts to read what is needed of the next tile besides its streams. e: of its tensor. */
+  static __device__ __forceinline__ void begin(tile_copies &copies, const tx_step_entry &e) {
+    if (e.checksums) tx_copy_async<8, kStored>(copies.cell, tx_read_address(copies.next, TX_OF_CHECKSUM));
     if constexpr (kScales) {
-      const uint8_t *const scale = scale_of(e, at);
+      const uint8_t *const scale = scale_of(copies.next);
       copies.scale = scale ? *scale : 0u;
     }
   }
 
-  /* Starts to read the next tile, if copies.there: the warp's first tile, and one after a tile that was not usual. */
-  static __device__ __forceinline__ void begin_all(tile_copies &copies, const tx_step_table &t, const tx_tile &tile) {
-    if (!copies.there) return;
-    begin(copies, t.entries[tile.tensor], tile.begin);
+  /* Starts to read the next tile: the warp's first one, and one after a tile that was not usual. */
+  static __device__ __forceinline__ void begin_all(tile_copies &copies, const tx_step_entry &e) {
+    begin(copies, e);
+    copy_round(copies.cell, streams_of(copies.next, 0));
 #pragma unroll
-    for (uint32_t i = 0; i < TX_CHECKSUM_ROUNDS; i++) {
-      const round_streams s = streams_of(copies.next, i);
-      if (i < kAhead) copy_round(copies.cell, s, i);
-      tx_copy_async<16, 0>(tx_cell_after(copies.cell, (int32_t)i * TX_CELLS), s.param);
-    }
+    for (uint32_t i = 0; i < TX_CHECKSUM_ROUNDS; i++)
+      tx_copy_async<16, 0>(tx_cell_after(copies.cell, (int32_t)i * TX_CELLS), weights_of(copies.next, i));
   }
 
   /* Whether the tile was written externally. Its weights and stored checksum have arrived. */

@@ -39,7 +39,7 @@ __device__ __forceinline__ void renew_checksum(const tx_step_entry &e, const tx_
   const void *const weights = (const char *)e.param + 2 * tile.begin;
   uint64_t checksum;
   if (master == TX_I16) {
-    checksum = tx_checksum_value(sums, lane);
+    checksum = tx_checksum_of_tile(sums, tile.count, lane);
   } else {
     __syncwarp();
     checksum = e.numel > TX_SAMPLED ? tx_sample_of(weights, e.param_alignment, tile.count, lane)
@@ -72,7 +72,6 @@ __device__ __forceinline__ void step_tile(const tx_step_table &t, const tx_tile 
   typename usual::usual_tile here = {};
   if (usual::kHas) here = usual::enter(copies, t, next);
   tx_checksum_sums sums = {}; /* over the new weights, with 16-bit remainders */
-  uint32_t left = tx_checksum_left(tile.count, (int32_t)tx_lane_id() * TX_VECTOR);
 #pragma unroll 1
   for (int32_t i = 0; i * TX_ROUND < tile.count; i++) {
     stepped_round now;
@@ -80,13 +79,12 @@ __device__ __forceinline__ void step_tile(const tx_step_table &t, const tx_tile 
       any::round(t, e, usual::whole(w, notes), any::layout::lane_elements_of(e, tile, i), {written, drops}, now,
                  w.quick && !is_usual);
     if (usual::kHas) usual::note(here, now, (uint32_t)i);
-    if (master == TX_I16) tx_checksum_take(sums, now.weights, left);
-    left -= TX_ROUND_VECTORS;
+    if (master == TX_I16) tx_checksum_take(sums, now.weights);
   }
   if (is_usual) {
-    usual::leave(here, e, tile.begin);
+    usual::leave(here);
   } else {
-    if (usual::kHas) usual::copying::begin_all(copies, t, tx_tile_of(t, next));
+    if (usual::kHas && copies.there) usual::copying::begin_all(copies, t.entries[next.tensor]);
     if (drops) note_resynced(notes, tile.count);
   }
   if (master != TX_NONE && e.checksums) renew_checksum(e, tile, master, sums);

@@ -61,7 +61,7 @@ struct usual_ops {
       copies.next = tx_cells_of(streams.of_warp[threadIdx.x / TX_WARP]);
       copies.there = may_be(t, first);
       keep_streams(copies, t, first);
-      copying::begin_all(copies, t, first);
+      if (copies.there) copying::begin_all(copies, t.entries[first.tensor]);
     }
     return copies;
   }
@@ -77,7 +77,7 @@ struct usual_ops {
                                                      const tx_tile_place &place) {
     const tx_tile next = tx_tile_of(t, place);
     const usual_tile here = {copies.next, 0};
-    copies.next = tx_cell_beside(copies.next, TX_OTHER_STREAMS);
+    copies.next = tx_cell_beside(copies.next, TX_STREAMS_BYTES);
     copies.there = may_be(t, next);
     keep_streams(copies, t, next);
     return here;
@@ -86,22 +86,19 @@ struct usual_ops {
   /* Reads round i of a usual tile, and starts to copy what the warp needs next. */
   static __device__ __forceinline__ void read(round_data &r, const usual_tile &here, tile_copies &copies,
                                               const tx_step_table &t, const tx_tile_place &next, uint32_t i) {
-    if (i > 0) tx_wait_for_groups<copying::kAhead - 1>(); /* before the first round, the warp waits for all */
+    if (i > 0) tx_wait_for_copies(); /* before the first round, the warp has waited already */
     copying::read_round(r, copies.cell, i);
     if constexpr (kScales) {
       r.exp_avg_scale = copying::scale_at(copies.scale, (int)i);
       r.exp_avg_sq_scale = copying::scale_at(copies.scale, TX_CHECKSUM_ROUNDS + (int)i);
     }
-    __syncwarp(); /* all of it is read before it is overwritten */
-    const uint32_t ahead = (i + copying::kAhead) % TX_CHECKSUM_ROUNDS;
-    const bool same = ahead > i; /* of the same tile */
-    const round_streams s = copying::streams_of(same ? here.streams : copies.next, ahead);
+    __syncwarp();                                 /* all of it is read before it is overwritten */
+    const bool same = i + 1 < TX_CHECKSUM_ROUNDS; /* whether the next round is of the same tile */
+    const round_streams s = copying::streams_of(same ? here.streams : copies.next, (i + 1) % TX_CHECKSUM_ROUNDS);
     char *const weights = copying::weights_of(copies.next, i);
-    if (same || copies.there) copying::copy_round(copies.cell, s, ahead);
+    if (same || copies.there) copying::copy_round(copies.cell, s);
     tx_copy_async_if<16, 0>(tx_cell_after(copies.cell, (int32_t)i * TX_CELLS), weights, copies.there);
-    if (copies.there && i + 1 == TX_CHECKSUM_ROUNDS)
-      copying::begin(copies, t.entries[next.tensor], tx_tile_of(t, next).begin);
-    tx_group_copies();
+    if (!same && copies.there) copying::begin(copies, t.entries[next.tensor]);
   }
 
   /* The state, with what has no registers of its own. */
@@ -133,7 +130,7 @@ struct usual_ops {
     }
     if (__any_sync(0xffffffffu, !right)) return false;
     const round_streams s = copying::streams_of(tile.streams, i);
-    tx_write_raw_of<2>(to.param, s.param, 16, TX_VECTOR);
+    tx_write_raw_of<2>(to.param, copying::weights_of(tile.streams, i), 16, TX_VECTOR);
     tx_write_raw_of<2>(to.master, s.master, 16, TX_VECTOR);
     if constexpr (kScales) {
       now.exp_avg_scale =
@@ -168,9 +165,9 @@ struct usual_ops {
   }
 
   /* Called after the last round. */
-  static __device__ __forceinline__ void leave(const usual_tile &here, const tx_step_entry &e, int64_t begin) {
+  static __device__ __forceinline__ void leave(const usual_tile &here) {
     if constexpr (kScales) {
-      uint8_t *const at = copying::scale_of(e, begin);
+      uint8_t *const at = copying::scale_of(here.streams);
       if (at) *at = (uint8_t)here.scale;
     }
   }

@@ -69,6 +69,18 @@ static __device__ __forceinline__ void tx_read_addresses(char *&first, char *&se
   second = (char *)high;
 #endif
 }
+/* Reads one address at `offset` bytes. */
+static __device__ __forceinline__ char *tx_read_address(tx_cell from, uint32_t offset) {
+  char *found;
+#if defined(TX_EMULATED_CUDA_RUNTIME_H)
+  memcpy(&found, from.at + offset, sizeof found);
+#else
+  uint64_t address;
+  asm volatile("ld.shared.u64 %0, [%1];" : "=l"(address) : "r"(from.at + offset) : "memory");
+  found = (char *)address;
+#endif
+  return found;
+}
 template <int OFFSET>
 static __device__ __forceinline__ void tx_write_addresses(tx_cell to, const void *first, const void *second) {
 #if defined(TX_EMULATED_CUDA_RUNTIME_H)
@@ -115,25 +127,6 @@ static __device__ __forceinline__ void tx_copy_word_async(uint32_t *to, const vo
 #elif defined(__CUDA_ARCH__)
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from)
                : "memory");
-#endif
-}
-
-/* Makes a group of the copies that the lane has started since its last group. */
-static __device__ __forceinline__ void tx_group_copies() {
-#if defined(TX_EMULATED_CUDA_RUNTIME_H)
-  emulated::GroupCopies();
-#elif defined(__CUDA_ARCH__)
-  asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-
-/* Waits for all of the lane's groups but the LATER newest ones. */
-template <int LATER>
-static __device__ __forceinline__ void tx_wait_for_groups() {
-#if defined(TX_EMULATED_CUDA_RUNTIME_H)
-  emulated::WaitForGroups(LATER);
-#elif defined(__CUDA_ARCH__)
-  asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
 #endif
 }
 

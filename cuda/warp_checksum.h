@@ -1,9 +1,9 @@
 /* Checksums (csrc/math/checksum.h) of weights in device memory, computed by a warp: all lanes have to call the
  * functions, and all get the result.
  *
- * A lane holds four of the 16 words of a vector as csrc/math/checksum.h defines it, the same quarter of each. A word's
- * contribution to the checksum is linear modulo 2^32 in its sums, so partial sums are mixed first and added
- * afterwards. */
+ * A lane holds four of the 16 words of a vector as csrc/math/checksum.h defines it, the same quarter of each, and the
+ * vectors that it holds are `apart` vectors apart. A lane's share of the checksum is linear modulo 2^32 in its sums, so
+ * partial sums are mixed first and added afterwards. */
 #ifndef TX_CUDA_WARP_CHECKSUM_H
 #define TX_CUDA_WARP_CHECKSUM_H
 
@@ -11,29 +11,31 @@
 #include "cuda/device_scalars.h"
 #include "cuda/vectors.h"
 
+/* Sums of what a lane has added: of all its words, and of the sums before each of them. */
 struct tx_checksum_sums {
-  uint32_t sum[4], order[4];
+  uint32_t sum[4], before[4];
 };
 
-/* Adds a quarter of a vector. left: the number of vectors from this one to the last, which are its factor in
- * `order`. */
-static __device__ __forceinline__ void tx_checksum_take(tx_checksum_sums &s, const uint32_t (&words)[4],
-                                                        uint32_t left) {
+/* Adds a quarter of a vector, the next one of the lane. */
+static __device__ __forceinline__ void tx_checksum_take(tx_checksum_sums &s, const uint32_t (&words)[4]) {
 #pragma unroll
   for (int k = 0; k < 4; k++) {
+    s.before[k] += s.sum[k];
     s.sum[k] += words[k];
-    s.order[k] += left * words[k];
   }
 }
 
-/* The checksum of everything that LANES neighbouring lanes, four per vector, have added; in all of these lanes. */
+/* The checksum of everything that LANES neighbouring lanes, four per vector, have added; in all of these lanes. left:
+ * the number of vectors from the last one that the lane has added to the last of all. apart: between a lane's
+ * vectors. */
 template <int LANES = TX_WARP>
-static __device__ __forceinline__ uint64_t tx_checksum_value(const tx_checksum_sums &s, uint32_t lane) {
+static __device__ __forceinline__ uint64_t tx_checksum_value(const tx_checksum_sums &s, uint32_t lane, uint32_t left,
+                                                             const uint32_t apart) {
   uint64_t value = 0;
 #pragma unroll
   for (int k = 0; k < 4; k++) {
-    const uint32_t odd = k & 1;
-    uint32_t mixed = (uint32_t)(tx_checksum_share(lane % 4 * 4 + k, s.sum[k], s.order[k]) >> (32u * odd));
+    const uint32_t odd = k & 1, order = left * s.sum[k] + apart * s.before[k];
+    uint32_t mixed = (uint32_t)(tx_checksum_share(lane % 4 * 4 + k, s.sum[k], order) >> (32u * odd));
 #pragma unroll
     for (int by = 4; by < LANES; by *= 2)
       mixed += __shfl_xor_sync(0xffffffffu, mixed, by);
@@ -47,9 +49,12 @@ static __device__ __forceinline__ uint64_t tx_checksum_value(const tx_checksum_s
 /* The vectors that a round has. */
 #define TX_ROUND_VECTORS (TX_ROUND / (2 * TX_CHECKSUM_LANES))
 
-/* The number of vectors of `count` weights from the one that has element `first` to the last. */
-static __device__ __forceinline__ uint32_t tx_checksum_left(int32_t count, int32_t first) {
-  return (uint32_t)((count + 2 * TX_CHECKSUM_LANES - 1) / (2 * TX_CHECKSUM_LANES) - first / (2 * TX_CHECKSUM_LANES));
+/* tx_checksum_value of a tile of which the lane has added a vector of each round. Vectors beyond the end are zeros. */
+static __device__ __forceinline__ uint64_t tx_checksum_of_tile(const tx_checksum_sums &s, int32_t count,
+                                                               uint32_t lane) {
+  const uint32_t vectors = ((uint32_t)count + 2 * TX_CHECKSUM_LANES - 1) / (2 * TX_CHECKSUM_LANES);
+  const uint32_t rounds = ((uint32_t)count + TX_ROUND - 1) / TX_ROUND;
+  return tx_checksum_value(s, lane, vectors - (rounds - 1) * TX_ROUND_VECTORS - lane / 4, TX_ROUND_VECTORS);
 }
 
 /* The checksum of TX_CHECKSUM weights, of which the lane has a vector of each round. */
@@ -59,8 +64,8 @@ static __device__ __forceinline__ uint64_t tx_checksum_of_rounds(const uint32_t 
   tx_checksum_sums s = {};
 #pragma unroll
   for (int i = 0; i < TX_CHECKSUM_ROUNDS; i++)
-    tx_checksum_take(s, words[i], tx_checksum_left(TX_CHECKSUM, (int32_t)lane * TX_VECTOR) - i * TX_ROUND_VECTORS);
-  return tx_checksum_value(s, lane);
+    tx_checksum_take(s, words[i]);
+  return tx_checksum_of_tile(s, TX_CHECKSUM, lane);
 }
 
 /* The checksum of `count` 16-bit weights. */
@@ -79,9 +84,9 @@ static __device__ __forceinline__ uint64_t tx_checksum_of(const void *weights, u
     const tx_share share = tx_share_of_tile(count, round, lane);
     uint32_t words[4];
     tx_read_vector<2>(words, (const char *)weights + 2 * share.first, alignment, share.count);
-    tx_checksum_take(s, words, tx_checksum_left(count, share.first));
+    tx_checksum_take(s, words);
   }
-  return tx_checksum_value(s, lane);
+  return tx_checksum_of_tile(s, count, lane);
 }
 
 /* The checksum of the sample of `count` <= TX_SAMPLED weights; four lanes hold a run. LANES: the number of neighbouring
@@ -98,8 +103,8 @@ static __device__ __forceinline__ uint64_t tx_sample_of_lanes(const void *weight
   const int32_t first = run * (int32_t)TX_SAMPLE_STRIDE + (int32_t)lane % 4 * TX_VECTOR;
   const int32_t left = run < runs ? count - first : 0;
   tx_read_vector<2>(words, (const char *)weights + 2 * first, alignment, tx_existing(left));
-  tx_checksum_take(s, words, (uint32_t)(runs - run));
-  return tx_checksum_value<LANES>(s, lane);
+  tx_checksum_take(s, words);
+  return tx_checksum_value<LANES>(s, lane, (uint32_t)(runs - run), 0);
 }
 static __device__ __forceinline__ uint64_t tx_sample_of(const void *weights, uint32_t alignment, int32_t count,
                                                         uint32_t lane) {

@@ -30,6 +30,7 @@ def install(
     hooks: gets the callbacks that remove the hooks. offloaded: the offloaded kinds, "params" and "grads" of a model or
     "states" of an optimizer; may be empty."""
     if offloaded:
+        offload_guard.begin()
         _refuse_steps()
     if isinstance(owner, torch.optim.Optimizer):
         _install_on_optimizer(hooks, owner, bool(offloaded))

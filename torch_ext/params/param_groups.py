@@ -43,6 +43,8 @@ class HyperparameterTable(NamedTuple):
 
 
 def all_params(groups: list[Group]) -> list[Tensor]:
+    if len(groups) == 1:  # takes an eighth of the time
+        return list(groups[0]["params"])
     return list(chain.from_iterable(map(itemgetter("params"), groups)))
 
 
@@ -216,6 +218,33 @@ def _plain(value: Any) -> Any:
     return float(value) if is_number(value) else object()  # a new object equals nothing
 
 
+# What the operator takes of a group, without its parameters.
+_VALUES = itemgetter(
+    "lr",
+    "betas",
+    "eps",
+    "weight_decay",
+    "maximize",
+    "decoupled_weight_decay",
+    "amsgrad",
+    "differentiable",
+    "seed",
+    "moment_rounding",
+    "weight_rounding",
+)
+
+
+def values_of(groups: list[Group]) -> list[Any]:
+    """Returns the objects that `key_of` makes a key of."""
+    return list(chain.from_iterable(map(_VALUES, groups)))
+
+
+def is_immutable(value: Any) -> bool:
+    """Whether a hyper-parameter stays equal to itself: a plain number or name, or a tuple of these."""
+    kind = type(value)
+    return all(map(is_immutable, value)) if kind is tuple else kind in (float, int, bool, str)
+
+
 def key_of(groups: list[Group], device: torch.device) -> list[Any]:
     """Returns a key of the groups' hyper-parameters: equal keys mean equal tables of `hyper`.
 
@@ -223,20 +252,13 @@ def key_of(groups: list[Group], device: torch.device) -> list[Any]:
     tensors are represented by address and version counter, because reading them would wait for the GPU. A value that is
     no number is unequal to everything, so that `hyper` is called and raises."""
     key: list[Any] = []
-    for g in groups:
-        lr = g["lr"]
+    for lr, betas, eps, weight_decay, *others in map(_VALUES, groups):
         key += (
             lr if type(lr) is float else lr.data_ptr() if _is_passed(lr, device) else _plain(lr),
-            *(_plain(b) for b in items(g["betas"]) or (g["betas"],)),
-            _plain(g["eps"]),
-            _plain(g["weight_decay"]),
-            g["maximize"],
-            g["decoupled_weight_decay"],
-            g["amsgrad"],
-            g["differentiable"],
-            g["seed"],
-            g["moment_rounding"],
-            g["weight_rounding"],
+            *(_plain(b) for b in items(betas) or (betas,)),
+            _plain(eps),
+            _plain(weight_decay),
+            *others,
         )
     return key
 

@@ -15,10 +15,20 @@ from torch_ext.tensors.storage import is_released
 
 REMEDY = "call torch_ext.onload(model, optimizer) first"
 
+_used = False
+"""Whether anything was ever offloaded in this process. To ask a weak dictionary whether it is empty takes ten times as
+long, and a step would ask five."""
+
 # Parameters whose weight (or gradient) is offloaded -> their names.
 params, grads = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
 optimizers: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()
 """Optimizers whose states are offloaded."""
+
+
+def begin() -> None:
+    """Called before the first entry of `params`, `grads` or `optimizers`."""
+    global _used
+    _used = True
 
 
 def refuse_params(tensors: Iterable[Tensor], doing: str) -> None:
@@ -29,7 +39,7 @@ def refuse_params(tensors: Iterable[Tensor], doing: str) -> None:
 
 def refuse_gradients(tensors: Iterable[Tensor], doing: str) -> None:
     """Raises RuntimeError if one of these parameters, or its gradient, is offloaded."""
-    if params or grads:
+    if _used and (params or grads):
         tensors = list(tensors)
         _refuse(params, "parameter", tensors, doing)
         _refuse(grads, "the gradient of parameter", tensors, doing)
@@ -37,15 +47,16 @@ def refuse_gradients(tensors: Iterable[Tensor], doing: str) -> None:
 
 def refuse_states(optimizer: torch.optim.Optimizer, doing: str) -> None:
     """Raises RuntimeError if the optimizer's states are offloaded."""
-    if optimizers and optimizer in optimizers:
+    if _used and optimizer in optimizers:
         raise RuntimeError(f"{doing}: the states of this optimizer are offloaded; {REMEDY}")
 
 
 def refuse_optimizer(optimizer: torch.optim.Optimizer, all_params: Iterable[Tensor]) -> None:
     """Raises RuntimeError if states of the optimizer are offloaded, or parameters from which it creates states."""
-    doing = "an optimizer steps, clips, saves or loads"
-    refuse_states(optimizer, doing)
-    refuse_params(all_params, doing)
+    if _used:
+        doing = "an optimizer steps, clips, saves or loads"
+        refuse_states(optimizer, doing)
+        refuse_params(all_params, doing)
 
 
 def is_offloaded(optimizer: torch.optim.Optimizer, all_params: Iterable[Tensor]) -> bool:
@@ -61,7 +72,7 @@ def check_present(t: Tensor, what: str) -> Tensor:
 
 
 def _refuse(names: WeakTensorKeyDictionary, what: str, tensors: Iterable[Tensor], doing: str) -> None:
-    if names:
+    if _used and names:
         for t in tensors:
             if t in names:
                 raise RuntimeError(f"{doing}: {what} {names[t]!r} is offloaded; {REMEDY}")

@@ -125,9 +125,6 @@ void SyncWarp();
 // possible: when the lane waits for its copies. Until then `to` has other bytes.
 void CopyAsync(void *to, const void *from, int bytes);
 void WaitForCopies();
-// Copies since the last group become one. Waiting for groups makes all but those of the `later` newest ones.
-void GroupCopies();
-void WaitForGroups(int later);
 unsigned Lane();
 
 template <class T>
@@ -153,13 +150,6 @@ T __shfl_sync(unsigned, T value, int from, int width = 32) {
 template <class T>
 T __shfl_down_sync(unsigned, T value, unsigned by, int = 32) {
   return emulated::Shuffle(value, emulated::Lane() + by);
-}
-inline int __reduce_max_sync(unsigned, int value) {
-  for (int by = 16; by > 0; by /= 2) {
-    const int other = __shfl_xor_sync(~0u, value, by);
-    if (other > value) value = other;
-  }
-  return value;
 }
 inline uint32_t __ballot_sync(unsigned, int value) {
   return emulated::Vote(value != 0);
