@@ -14,11 +14,11 @@
  * And what the warp needs next is copied into shared memory (async_copy.h) while it computes: a round's streams one
  * round ahead, weights a tile ahead, since their checksum is compared before the tile's first round. Each lane reads a
  * copy into registers and then asks for the next one in the same place. Nothing changes these bytes between the copy
- * and the step, since only the warp itself writes its tiles.
+ * and the step, since only the warp itself writes its tiles. Two rounds ahead gained nothing on an H200.
  *
- * With fp32 masters or moments, of which a round has more bytes, memory is the limit, and reading ahead gained nothing
- * on an H200. Nor did a second and a third round ahead. Prefetching into L2 (cp.async.bulk.prefetch.L2), 4 KB of each
- * stream at a time, took a third more time than reading directly. Included by adamw_kernel.h. */
+ * Steps with fp32 masters or moments read directly. Reading ahead gained nothing for them on an H200, but that was
+ * measured while copies read sectors twice (Note [aligned cells]). Prefetching into L2 (cp.async.bulk.prefetch.L2),
+ * 4 KB of each stream at a time, took a third more time than reading directly. Included by adamw_kernel.h. */
 #ifndef TX_CUDA_ADAMW_USUAL_H
 #define TX_CUDA_ADAMW_USUAL_H
 

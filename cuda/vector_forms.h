@@ -152,9 +152,8 @@ static __device__ __forceinline__ void tx_scaled_floats(float (&x)[TX_VECTOR], c
     x[i] = tx_one_nan(format == TX_FORMAT_SQRT ? x[i] * x[i] : x[i]);
 }
 
-/* The largest x of the block's lanes, in all of them. Every lane of the warp has to call it. Not by the warp's own
- * reductions (redux), of which two are needed for its two blocks: on an H200, a step with 8-bit moments took 2 % longer
- * with them. */
+/* The largest x of the block's lanes, in all of them. Every lane of the warp has to call it. The warp's own reductions
+ * (redux), of which its two blocks need two, took as long on an H200. */
 static __device__ __forceinline__ int32_t tx_block_largest(int32_t x) {
 #pragma unroll
   for (int by = TX_BLOCK_LANES / 2; by > 0; by /= 2) {

@@ -88,6 +88,15 @@ def usage(architecture: str = "sm_90") -> dict[str, dict[str, int]]:
     return {name: {key: int(value) for key, value in re.findall(r"(\w+):(\d+)", fields)} for name, fields in found}
 
 
+def shared_alignments(architecture: str = "sm_90") -> dict[str, int]:
+    """Returns mangled name of every kernel that has shared memory of a fixed size -> what that is aligned to, in
+    bytes."""
+    sections = re.findall(
+        r"\s([0-9a-f]+)\s+NOBITS\s.*\s\.nv\.shared\.(_Z\S+)", cuobjdump("-elf", architecture=architecture)
+    )
+    return {name: int(alignment, 16) for alignment, name in sections}
+
+
 def code_of(names: Sequence[str], architecture: str = "sm_90") -> dict[str, list[Instruction]]:
     """Returns the instructions of kernels, by mangled name."""
     found: dict[str, list[Instruction]] = {}

@@ -23,15 +23,18 @@ class Limits(NamedTuple):
 # (row of TX_FOR_EACH_WEIGHT, kind of moments) of each configuration of the benchmark
 KERNELS = {"fp32": (0, 0), "bf16": (2, 1), "bf16_remainder": (3, 1), "8bit": (3, 2)}
 
-# Of a usual tile (cuda/adamw_usual.h): all of it, for a warp's first tile and after one that is not usual; another
-# round; the next tile's first round with the stored checksum; a round's weights of the next tile
-COPIES = 2 * (4 + 1 + 4) + 4 + (4 + 1) + 1
+# What a warp needs to know of its next tensor (cuda/adamw_tensor.h): of its first one, and of those after it
+WORDS = 2
+
+# Of a usual tile (cuda/adamw_usual.h): all of it, for a warp's first tile and after one that is not usual; the next
+# round with a round's weights of the next tile; the next tile's stored checksum
+COPIES = 2 * (1 + 4 + 4) + (4 + 1) + 1 + WORDS
 
 LIMITS = {
-    "fp32": Limits(110, 0, 0, 5200, 0),
-    "bf16": Limits(120, 0, 0, 9200, 0),
-    "bf16_remainder": Limits(128, 0, 0, 7800, COPIES),
-    "8bit": Limits(128, 80, 75, 9000, COPIES),
+    "fp32": Limits(100, 0, 0, 5400, WORDS),
+    "bf16": Limits(110, 0, 0, 9200, 2 * WORDS),
+    "bf16_remainder": Limits(128, 0, 0, 8200, COPIES),
+    "8bit": Limits(128, 0, 0, 9500, COPIES),
 }
 
 
@@ -102,6 +105,18 @@ def test_every_kernel_can_be_launched(architecture: str, names: list[str]) -> No
         assert kernel["REG"] * 256 * 2 <= 65536 and kernel["SHARED"] <= 48 << 10, (name, kernel)
 
 
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+def test_copies_into_shared_memory_read_every_sector_once(architecture: str, names: list[str]) -> None:
+    """See Note [aligned cells] in cuda/async_copy.h."""
+    copying = {
+        name
+        for name, code in sass.code_of(names, architecture).items()
+        if any(one.name == "LDGSTS" and ".128" in one.operation for one in code)
+    }
+    alignments = sass.shared_alignments(architecture)
+    assert copying and {name: alignments[name] for name in copying if alignments[name] % 128 != 0} == {}
+
+
 @pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])  # sm_80 has no such instruction
 def test_no_clamp_has_the_predicate_that_the_assembler_takes_for_its_opposite(
     architecture: str, names: list[str]
@@ -146,7 +161,7 @@ LANES, SCHEDULERS, MULTIPROCESSORS = 32, 4, 132
 HERTZ = {"H100": 1.755e9, "H200": 1.96e9}
 BYTES_PER_SECOND = {"H100": 0.89 * 3.35e12, "H200": 4.25e12}
 AT_LEAST = 0.85  # of a copy's bandwidth, which a step is to reach
-ISSUED = 0.7  # of the instructions that can be issued; a kernel with 16 warps per multiprocessor reached 0.67
+ISSUED = 0.75  # of the instructions that can be issued; a kernel with 16 warps per multiprocessor reached 0.73
 
 
 class Round(NamedTuple):
@@ -159,9 +174,9 @@ class Round(NamedTuple):
 
 ROUNDS = {
     "fp32": Round(26, 42.5),
-    "bf16": Round(20, 49),
-    "bf16_remainder": Round(18, 61, is_usual=True),
-    "8bit": Round(14 + 4 / 32, 85, is_usual=True),
+    "bf16": Round(20, 50),
+    "bf16_remainder": Round(18, 63.5, is_usual=True),
+    "8bit": Round(14 + 4 / 32, 88, is_usual=True),
 }
 STATS = {"fp32": Round(4, 9.6), "bf16": Round(2, 10.8), "fp16": Round(2, 10.8)}
 
@@ -200,11 +215,11 @@ def _usual_tile(code: list[sass.Instruction], begin: int) -> float:
     def stores(one: sass.Instruction) -> bool:
         return one.operation == "STG.E.64"
 
-    last_weights, stored = 3 * 512, 4 * 512  # usual_ops of cuda/adamw_usual.h
+    last_weights, stored = 3 * 512, 4 * 512  # copy_ops of cuda/adamw_copies.h
     one = way(copies)
-    between = way(_reduces, stores, _cell_of(last_weights, "LDS"), _reduces, copies) - one
+    between = way(_reduces, stores, _cell_of(last_weights, "LDS"), _reduces) - way()
     last = way(_cell_of(stored, "LDGSTS")) - one
-    assert min(one, between, last) > 0
+    assert min(one, between) > 0 and last >= 0  # 0: the next checksum's copy is a predicated instruction
     return one + (between + last) / 4
 
 

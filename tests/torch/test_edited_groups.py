@@ -16,7 +16,7 @@ ILLEGAL: list[Any] = [-1.0, float("nan"), float("inf"), "0.1", None, torch.ones(
 
 EDITS: list[Callable[[dict[str, Any], random.Random], None]] = [
     *[lambda g, chance: g.update(lr=chance.random())] * 6,
-    lambda g, chance: g.update(lr=chance.choice(LRS)),
+    lambda g, chance: g.update(lr=copy.deepcopy(chance.choice(LRS))),
     lambda g, chance: g.update(lr=chance.choice(ILLEGAL)),
     lambda g, chance: g.update(betas=chance.choice([(0.9, 0.99), [0.5, 0.6], (0.9, 1.0), (0.9,), 0.9])),
     lambda g, chance: g.update(eps=chance.choice([1e-8, 1e-6, -1.0])),
@@ -24,7 +24,18 @@ EDITS: list[Callable[[dict[str, Any], random.Random], None]] = [
     lambda g, chance: g.update(maximize=chance.choice([True, False, 1])),
     lambda g, chance: g.update(seed=chance.choice([0, 7])),
     lambda g, chance: g.update(moment_rounding=chance.choice(["dithered", "nearest"])),
+    *[lambda g, chance: change_in_place(g["lr"], chance)] * 2,
+    *[lambda g, chance: change_in_place(g["betas"], chance)] * 2,
+    lambda g, chance: change_in_place(g["weight_decay"], chance),
 ]
+
+
+def change_in_place(value: Any, chance: random.Random) -> None:
+    """Gives a tensor, or the first item of a list, another value. The object in the group stays the same."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value.fill_(chance.random() / 10)
+    elif isinstance(value, list):
+        value[0] = chance.random()
 
 
 def stepped(opt: Any) -> Any:
