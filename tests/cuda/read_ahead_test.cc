@@ -1,7 +1,7 @@
 // What a step with remainders reads ahead into shared memory: every vector of every full tile once, of the streams
-// that it reads. Other steps read no vectors ahead. Every step reads ahead what a warp needs to know of its next tensor,
-// in words of 4 bytes. The emulator makes a copy at once or as late as possible, by a seed;
-// no bit of the result depends on it.
+// that it reads. Other steps read no vectors ahead. Every step reads ahead what a warp needs to know of its next
+// tensor, in words of 4 bytes. The emulator makes a copy at once or as late as possible, by a seed; no bit of the
+// result depends on it.
 #include <algorithm>
 #include <utility>
 #include <vector>

@@ -76,6 +76,20 @@ def stats(names: list[str]) -> Kernel:
     return _read({"": next(f for f in names if "10grad_stats" in f)})[""]
 
 
+class Architecture(NamedTuple):
+    """The code of all kernels for one architecture, by mangled name."""
+
+    name: str
+    code: dict[str, list[sass.Instruction]]
+
+
+@pytest.fixture(scope="module", params=["sm_80", "sm_90", "sm_100"])
+def architecture(request: pytest.FixtureRequest, names: list[str]) -> Architecture:
+    code = sass.code_of(names, request.param)
+    assert sorted(code) == sorted(names) and all(code.values())
+    return Architecture(request.param, code)
+
+
 def _count(kernel: Kernel, *names: str) -> int:
     return sum(one.name in names for one in kernel.code)
 
@@ -105,26 +119,20 @@ def test_every_kernel_can_be_launched(architecture: str, names: list[str]) -> No
         assert kernel["REG"] * 256 * 2 <= 65536 and kernel["SHARED"] <= 48 << 10, (name, kernel)
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
-def test_copies_into_shared_memory_read_every_sector_once(architecture: str, names: list[str]) -> None:
+def test_copies_into_shared_memory_read_every_sector_once(architecture: Architecture) -> None:
     """See Note [aligned cells] in cuda/async_copy.h."""
-    copying = {
-        name
-        for name, code in sass.code_of(names, architecture).items()
-        if any(one.name == "LDGSTS" and ".128" in one.operation for one in code)
-    }
-    alignments = sass.shared_alignments(architecture)
+
+    def copies(one: sass.Instruction) -> bool:
+        return one.name == "LDGSTS" and ".128" in one.operation
+
+    copying = {name for name, code in architecture.code.items() if any(map(copies, code))}
+    alignments = sass.shared_alignments(architecture.name)
     assert copying and {name: alignments[name] for name in copying if alignments[name] % 128 != 0} == {}
 
 
-@pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])  # sm_80 has no such instruction
-def test_no_clamp_has_the_predicate_that_the_assembler_takes_for_its_opposite(
-    architecture: str, names: list[str]
-) -> None:
-    """See Note [clamped counts] in cuda/grid.h."""
-    code = sass.code_of(names, architecture)
-    assert sorted(code) == sorted(names) and all(code.values())
-    found = {name: [one for one in of if sass.is_misread_clamp(one)] for name, of in code.items()}
+def test_no_clamp_has_the_predicate_that_the_assembler_takes_for_its_opposite(architecture: Architecture) -> None:
+    """See Note [clamped counts] in cuda/grid.h. sm_80 has no such instruction."""
+    found = {name: [one for one in of if sass.is_misread_clamp(one)] for name, of in architecture.code.items()}
     assert {name: clamps for name, clamps in found.items() if clamps} == {}
 
 
