@@ -23,6 +23,8 @@ class Limits(NamedTuple):
 # (row of TX_FOR_EACH_WEIGHT, kind of moments) of each configuration of the benchmark
 KERNELS = {"fp32": (0, 0), "bf16": (2, 1), "bf16_remainder": (3, 1), "8bit": (3, 2)}
 
+CELLS = 512  # TX_CELLS, the bytes of one access of a warp
+
 # What a warp needs to know of its next tensor (cuda/adamw_tensor.h): of its first one, and of those after it
 WORDS = 2
 
@@ -120,14 +122,15 @@ def test_every_kernel_can_be_launched(architecture: str, names: list[str]) -> No
 
 
 def test_copies_into_shared_memory_read_every_sector_once(architecture: Architecture) -> None:
-    """See Note [aligned cells] in cuda/async_copy.h."""
+    """See Note [aligned cells] in cuda/async_copy.h. Shared memory has the alignment of what is aligned most in it;
+    nothing but cells is aligned to CELLS."""
 
     def copies(one: sass.Instruction) -> bool:
         return one.name == "LDGSTS" and ".128" in one.operation
 
     copying = {name for name, code in architecture.code.items() if any(map(copies, code))}
     alignments = sass.shared_alignments(architecture.name)
-    assert copying and {name: alignments[name] for name in copying if alignments[name] % 128 != 0} == {}
+    assert copying and {name: alignments[name] for name in copying if alignments[name] % CELLS != 0} == {}
 
 
 def test_no_clamp_has_the_predicate_that_the_assembler_takes_for_its_opposite(architecture: Architecture) -> None:
@@ -223,7 +226,7 @@ def _usual_tile(code: list[sass.Instruction], begin: int) -> float:
     def stores(one: sass.Instruction) -> bool:
         return one.operation == "STG.E.64"
 
-    last_weights, stored = 3 * 512, 4 * 512  # copy_ops of cuda/adamw_copies.h
+    last_weights, stored = 3 * CELLS, 4 * CELLS  # copy_ops of cuda/adamw_copies.h
     one = way(copies)
     between = way(_reduces, stores, _cell_of(last_weights, "LDS"), _reduces) - way()
     last = way(_cell_of(stored, "LDGSTS")) - one
