@@ -5,7 +5,6 @@
 
 #include "cuda/adamw_round.h"
 #include "cuda/async_copy.h"
-#include "cuda/tile_place.h"
 #include "cuda/warp_checksum.h"
 
 namespace {
@@ -32,7 +31,7 @@ struct alignas(2 * TX_STREAMS_BYTES) block_streams {
   char of_warp[TX_BLOCK_WARPS][2 * TX_STREAMS_BYTES];
 };
 
-/* Addresses of a lane's vectors of a round. */
+/* Addresses of a lane's vectors of a round, without its weights. */
 struct round_streams {
   char *grad, *master, *exp_avg, *exp_avg_sq;
 };
@@ -63,7 +62,7 @@ struct copy_ops {
                                          (char *)e.checksums + (uint64_t)begin / TX_CHECKSUM * 8);
   }
 
-  /* Reads where the lane's vectors of round `round` are. */
+  /* Reads where the lane's vectors of round `round` are in the other streams. */
   static __device__ __forceinline__ round_streams streams_of(tx_cell from, uint32_t round) {
     round_streams s;
     tx_read_addresses<TX_OF_GRAD>(s.grad, s.master, from);
@@ -75,6 +74,7 @@ struct copy_ops {
     s.exp_avg_sq += kMomentBytes * element;
     return s;
   }
+  /* Reads where the lane's weights of round `round` are. */
   static __device__ __forceinline__ char *weights_of(tx_cell from, uint32_t round) {
     return tx_read_address(from, TX_OF_PARAM) + 2 * (round * TX_ROUND + tx_lane_id() * TX_VECTOR);
   }

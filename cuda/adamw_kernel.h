@@ -65,7 +65,7 @@ __device__ __forceinline__ void step_tile(const tx_step_table &t, const tx_tile 
   }
   if (master == TX_F32 && w.suspect) {
     const int32_t resynced = resync_tile(e, any::param_of(e), tile);
-    note_resynced(notes, resynced);
+    count_resynced(notes, resynced);
     if (resynced != 0) note_resynced(t, tile.tensor);
   }
   const bool is_usual = usual::kHas && copies.there && w.quick && !drops;
@@ -85,7 +85,7 @@ __device__ __forceinline__ void step_tile(const tx_step_table &t, const tx_tile 
     usual::leave(here);
   } else {
     if (usual::kHas && copies.there) usual::copying::begin_all(copies, t.entries[next.tensor]);
-    if (drops) note_resynced(notes, tile.count);
+    if (drops) count_resynced(notes, tile.count);
   }
   if (master != TX_NONE && e.checksums) renew_checksum(e, tile, master, sums);
 }

@@ -1,4 +1,5 @@
-/* What a warp keeps in registers about the tensor that it works on. Included by adamw_kernel.h. */
+/* What a warp keeps of the tensor that it works on: in registers, and in shared memory what it seldom needs. Included
+ * by adamw_vector.h. */
 #ifndef TX_CUDA_ADAMW_TENSOR_H
 #define TX_CUDA_ADAMW_TENSOR_H
 
@@ -67,7 +68,7 @@ __device__ __forceinline__ void begin_notes(warp_notes &notes, const tx_step_adm
 }
 
 /* count: the same in all lanes. */
-__device__ __forceinline__ void note_resynced(warp_notes &notes, int32_t count) {
+__device__ __forceinline__ void count_resynced(warp_notes &notes, int32_t count) {
   if (tx_lane_id() == 0) notes.resynced += count;
 }
 

@@ -24,6 +24,7 @@
 
 #include "cuda/adamw_copies.h"
 #include "cuda/adamw_vector.h"
+#include "cuda/tile_place.h"
 
 namespace {
 
@@ -101,7 +102,7 @@ struct usual_ops {
     if (!same && copies.there) copying::begin(copies, t.entries[next.tensor]);
   }
 
-  /* The state, with what has no registers of its own. */
+  /* The state with its noise, which has no registers here and is read from the notes. */
   static __device__ __forceinline__ tensor_state whole(const tensor_state &w, const warp_notes &notes) {
     tensor_state all = w;
     if constexpr (kHas) {

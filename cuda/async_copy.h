@@ -1,8 +1,5 @@
-/* Copies from global to shared memory that take no registers: the lane that asks for one goes on, and waits for its
- * copies later (cp.async, from sm_80 on).
- *
- * A lane reads only what it has copied itself. Its copies lie at multiples of 512 bytes from its own 16 bytes, so that
- * no two lanes meet in a bank of shared memory.
+/* Copies from global to shared memory (shared_cells.h) that take no registers: the lane that asks for one goes on, and
+ * waits for its copies later (cp.async, from sm_80 on). A lane reads only what it has copied itself.
  *
  * Note [aligned cells]
  *
@@ -15,81 +12,7 @@
 #ifndef TX_CUDA_ASYNC_COPY_H
 #define TX_CUDA_ASYNC_COPY_H
 
-#include <cuda_runtime.h>
-
-#include "cuda/grid.h"
-
-/* The bytes of 16 per lane: what one access of a warp covers. */
-#define TX_CELLS (16 * TX_WARP)
-
-/* A lane's 16 bytes of shared memory. As a number, it takes one register and one addition per access. */
-typedef struct tx_cell {
-#if defined(TX_EMULATED_CUDA_RUNTIME_H)
-  char *at;
-#else
-  uint32_t at;
-#endif
-} tx_cell;
-
-/* The warp's shared memory `cells`, and the lane's cell of it, aligned to TX_CELLS bytes and of a multiple of them. */
-static __device__ __forceinline__ tx_cell tx_cells_of(char *cells) {
-#if defined(TX_EMULATED_CUDA_RUNTIME_H)
-  return tx_cell{cells};
-#else
-  tx_cell cell = {(uint32_t)__cvta_generic_to_shared(cells)};
-  asm("" : "+r"(cell.at)); /* otherwise it is computed anew for each use */
-  return cell;
-#endif
-}
-static __device__ __forceinline__ tx_cell tx_cell_of(char *cells) {
-  return tx_cells_of(cells + threadIdx.x % TX_WARP * 16);
-}
-static __device__ __forceinline__ tx_cell tx_cell_after(tx_cell cell, int32_t bytes) {
-  return tx_cell{cell.at + bytes};
-}
-/* Of two neighbours of `bytes` bytes, a power of two, the other one. They are aligned to both of them together. */
-static __device__ __forceinline__ tx_cell tx_cell_beside(tx_cell cell, uint32_t bytes) {
-#if defined(TX_EMULATED_CUDA_RUNTIME_H)
-  return tx_cell{(char *)((uintptr_t)cell.at ^ bytes)};
-#else
-  return tx_cell{cell.at ^ bytes};
-#endif
-}
-
-/* Reads and writes two addresses at OFFSET bytes from a multiple of 16. The same bytes are read by all lanes. */
-template <int OFFSET>
-static __device__ __forceinline__ void tx_read_addresses(char *&first, char *&second, tx_cell from) {
-#if defined(TX_EMULATED_CUDA_RUNTIME_H)
-  memcpy(&first, from.at + OFFSET, sizeof first);
-  memcpy(&second, from.at + OFFSET + sizeof first, sizeof second);
-#elif defined(__CUDA_ARCH__)
-  uint64_t low, high;
-  asm volatile("ld.shared.v2.u64 {%0, %1}, [%2 + %3];" : "=l"(low), "=l"(high) : "r"(from.at), "n"(OFFSET) : "memory");
-  first = (char *)low;
-  second = (char *)high;
-#endif
-}
-/* Reads one address at `offset` bytes. */
-static __device__ __forceinline__ char *tx_read_address(tx_cell from, uint32_t offset) {
-  char *found;
-#if defined(TX_EMULATED_CUDA_RUNTIME_H)
-  memcpy(&found, from.at + offset, sizeof found);
-#else
-  uint64_t address;
-  asm volatile("ld.shared.u64 %0, [%1];" : "=l"(address) : "r"(from.at + offset) : "memory");
-  found = (char *)address;
-#endif
-  return found;
-}
-template <int OFFSET>
-static __device__ __forceinline__ void tx_write_addresses(tx_cell to, const void *first, const void *second) {
-#if defined(TX_EMULATED_CUDA_RUNTIME_H)
-  memcpy(to.at + OFFSET, &first, sizeof first);
-  memcpy(to.at + OFFSET + sizeof first, &second, sizeof second);
-#elif defined(__CUDA_ARCH__)
-  asm volatile("st.shared.v2.u64 [%0 + %1], {%2, %3};" ::"r"(to.at), "n"(OFFSET), "l"(first), "l"(second) : "memory");
-#endif
-}
+#include "cuda/shared_cells.h"
 
 /* Starts to copy BYTES bytes, 16 or 8, to OFFSET bytes from the lane's cell. Both addresses are aligned to BYTES. */
 template <int BYTES, int OFFSET>
@@ -136,19 +59,6 @@ static __device__ __forceinline__ void tx_wait_for_copies() {
   emulated::WaitForCopies();
 #elif defined(__CUDA_ARCH__)
   asm volatile("cp.async.wait_all;" ::: "memory");
-#endif
-}
-
-/* Reads 16 bytes that were copied to OFFSET bytes from the lane's cell. */
-template <int OFFSET>
-static __device__ __forceinline__ void tx_read_cell(uint32_t (&words)[4], tx_cell cell) {
-#if defined(TX_EMULATED_CUDA_RUNTIME_H)
-  memcpy(words, cell.at + OFFSET, 16);
-#elif defined(__CUDA_ARCH__)
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4 + %5];"
-               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-               : "r"(cell.at), "n"(OFFSET)
-               : "memory");
 #endif
 }
 

@@ -42,16 +42,20 @@ typedef struct tx_tile {
   int32_t count;
 } tx_tile;
 
-/* numels: each tensor's numel, `stride` bytes apart. */
-TX_FN tx_tile tx_tile_at(const int64_t *first_tile, int32_t n, int64_t number, int64_t tile, const void *numels,
+/* Tile `number`, which is one of the tensor's. numels: each tensor's numel, `stride` bytes apart. */
+TX_FN tx_tile tx_tile_in(int32_t tensor, const int64_t *first_tile, int64_t number, int64_t tile, const void *numels,
                          int64_t stride) {
   tx_tile t;
-  t.tensor = tx_tensor_of_tile(first_tile, n, number);
+  t.tensor = tensor;
   t.begin = (number - first_tile[t.tensor]) * tile;
   const int64_t numel = *(const int64_t *)((const char *)numels + t.tensor * stride);
   const int64_t left = numel - t.begin;
   t.count = (int32_t)(left < tile ? left : tile);
   return t;
+}
+TX_FN tx_tile tx_tile_at(const int64_t *first_tile, int32_t n, int64_t number, int64_t tile, const void *numels,
+                         int64_t stride) {
+  return tx_tile_in(tx_tensor_of_tile(first_tile, n, number), first_tile, number, tile, numels, stride);
 }
 
 /* A lane's elements in one round of a tile: [first, first + count) of the tile. count is TX_VECTOR, or less at the

@@ -1,4 +1,4 @@
-/* The tiles of a warp, one after the other (launch.h): which one is next is kept in two registers. */
+/* Which tile of a launch a warp steps next (launch.h), in two registers: a whole tx_tile takes four. */
 #ifndef TX_CUDA_TILE_PLACE_H
 #define TX_CUDA_TILE_PLACE_H
 
@@ -33,9 +33,7 @@ static __device__ __forceinline__ tx_tile_place tx_place_after(const Table &t, c
 template <class Table>
 static __device__ __forceinline__ tx_tile tx_tile_of(const Table &t, const tx_tile_place &place) {
   if (place.tensor < 0) return tx_tile{0, 0, 0};
-  const int64_t begin = (place.number - t.first_tile[place.tensor]) * t.tile;
-  const int64_t left = t.entries[place.tensor].numel - begin;
-  return tx_tile{begin, place.tensor, (int32_t)(left < t.tile ? left : t.tile)};
+  return tx_tile_in(place.tensor, t.first_tile, place.number, t.tile, &t.entries[0].numel, sizeof *t.entries);
 }
 
 #endif

@@ -33,10 +33,10 @@ WORDS = 2
 COPIES = 2 * (1 + 4 + 4) + (4 + 1) + 1 + WORDS
 
 LIMITS = {
-    "fp32": Limits(100, 0, 0, 5400, WORDS),
-    "bf16": Limits(110, 0, 0, 9200, 2 * WORDS),
-    "bf16_remainder": Limits(128, 0, 0, 8200, COPIES),
-    "8bit": Limits(128, 0, 0, 9500, COPIES),
+    "fp32": Limits(100, 0, 0, 5300, WORDS),
+    "bf16": Limits(110, 0, 0, 9000, 2 * WORDS),
+    "bf16_remainder": Limits(128, 0, 0, 8100, COPIES),
+    "8bit": Limits(128, 0, 0, 9350, COPIES),
 }
 
 
@@ -172,7 +172,7 @@ LANES, SCHEDULERS, MULTIPROCESSORS = 32, 4, 132
 HERTZ = {"H100": 1.755e9, "H200": 1.96e9}
 BYTES_PER_SECOND = {"H100": 0.89 * 3.35e12, "H200": 4.25e12}
 AT_LEAST = 0.85  # of a copy's bandwidth, which a step is to reach
-ISSUED = 0.75  # of the instructions that can be issued; a kernel with 16 warps per multiprocessor reached 0.73
+ISSUED = 0.7  # of the instructions that can be issued; a kernel with 16 warps per multiprocessor reached 0.73
 
 
 class Round(NamedTuple):
@@ -185,9 +185,9 @@ class Round(NamedTuple):
 
 ROUNDS = {
     "fp32": Round(26, 42.5),
-    "bf16": Round(20, 50),
-    "bf16_remainder": Round(18, 63.5, is_usual=True),
-    "8bit": Round(14 + 4 / 32, 88, is_usual=True),
+    "bf16": Round(20, 49.5),
+    "bf16_remainder": Round(18, 62.5, is_usual=True),
+    "8bit": Round(14 + 4 / 32, 86, is_usual=True),
 }
 STATS = {"fp32": Round(4, 9.6), "bf16": Round(2, 10.8), "fp16": Round(2, 10.8)}
 

@@ -17,7 +17,7 @@ REMEDY = "call torch_ext.onload(model, optimizer) first"
 
 _used = False
 """Whether anything was ever offloaded in this process. To ask a weak dictionary whether it is empty takes ten times as
-long, and a step would ask five."""
+long, and a step would do so five times."""
 
 # Parameters whose weight (or gradient) is offloaded -> their names.
 params, grads = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
@@ -53,10 +53,9 @@ def refuse_states(optimizer: torch.optim.Optimizer, doing: str) -> None:
 
 def refuse_optimizer(optimizer: torch.optim.Optimizer, all_params: Iterable[Tensor]) -> None:
     """Raises RuntimeError if states of the optimizer are offloaded, or parameters from which it creates states."""
-    if _used:
-        doing = "an optimizer steps, clips, saves or loads"
-        refuse_states(optimizer, doing)
-        refuse_params(all_params, doing)
+    doing = "an optimizer steps, clips, saves or loads"
+    refuse_states(optimizer, doing)
+    refuse_params(all_params, doing)
 
 
 def is_offloaded(optimizer: torch.optim.Optimizer, all_params: Iterable[Tensor]) -> bool:
