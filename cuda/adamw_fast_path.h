@@ -20,8 +20,17 @@ static __device__ __forceinline__ uint32_t tx_ties_of(uint32_t seen, const tx_ra
   return seen;
 }
 
-/* tx_remainder_join of a vector, by additions. They are wrong for remainders of -32768, which are ties (tx_ties_of),
- * and for negative remainders of zero weights, which give NaN. */
+/* Whether a remainder is -32768, and its weight odd. The step writes no such pair. */
+static __device__ __forceinline__ bool tx_has_odd_tie(const tx_raw &weights, const tx_raw &remainders) {
+  bool found = false;
+#pragma unroll
+  for (int i = 0; i < TX_VECTOR; i++)
+    found = found | (tx_half(remainders[i / 2], i % 2) == 0x8000u && (tx_half(weights[i / 2], i % 2) & 1u) != 0u);
+  return found;
+}
+
+/* tx_remainder_join of a vector, by additions. They are wrong for odd ties (tx_has_odd_tie), and for negative
+ * remainders of zero weights, which give NaN. */
 static __device__ __forceinline__ void tx_quick_join(float (&p)[TX_VECTOR], const tx_raw &weights,
                                                      const tx_raw &remainders) {
 #pragma unroll
@@ -32,7 +41,7 @@ static __device__ __forceinline__ void tx_quick_join(float (&p)[TX_VECTOR], cons
   }
 }
 
-/* tx_remainder_split of a vector without NaN, by rounding to nearest. It is wrong for remainders that are ties. */
+/* tx_remainder_split of a vector without NaN, by rounding to nearest. It is wrong for half of the ties (tx_ties_of). */
 static __device__ __forceinline__ void tx_quick_split(tx_raw &weights, tx_raw &remainders,
                                                       const float (&p)[TX_VECTOR]) {
 #pragma unroll

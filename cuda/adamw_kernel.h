@@ -58,7 +58,7 @@ __device__ __forceinline__ void step_tile(const tx_step_table &t, const tx_tile 
   const tx_step_entry &e = t.entries[tile.tensor];
   const tx_dtype master = any::master_of(e);
   bool written = false, drops = false;
-  if (usual::kHas && copies.there) tx_wait_for_copies();
+  if (usual::kHas && copies.there) usual::wait_for_tile();
   if (master == TX_I16 && e.checksums && (kHasExtras || t.common.resyncs)) {
     written = was_written<WEIGHT, MOMENTS>(e, tile, copies);
     drops = written && (!kHasExtras || t.common.resyncs);
@@ -74,11 +74,11 @@ __device__ __forceinline__ void step_tile(const tx_step_table &t, const tx_tile 
   tx_checksum_sums sums = {}; /* over the new weights, with 16-bit remainders */
 #pragma unroll 1
   for (int32_t i = 0; i * TX_ROUND < tile.count; i++) {
+    if (is_usual && usual::round(here, sums, copies, t, tile, next, w, notes, (uint32_t)i)) continue;
     stepped_round now;
-    if (!is_usual || !usual::round(now, here, copies, t, tile, next, w, notes, (uint32_t)i))
-      any::round(t, e, usual::whole(w, notes), any::layout::lane_elements_of(e, tile, i), {written, drops}, now,
-                 w.quick && !is_usual);
-    if (usual::kHas) usual::note(here, now, (uint32_t)i);
+    any::round(t, e, usual::whole(w, notes), any::layout::lane_elements_of(e, tile, i), {written, drops}, now,
+               w.quick && !is_usual);
+    if (usual::kHas) usual::note(here, now);
     if (master == TX_I16) tx_checksum_take(sums, now.weights);
   }
   if (is_usual) {

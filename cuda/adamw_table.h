@@ -54,11 +54,12 @@ struct tx_step_group {
 
 struct tx_plain_entry {
   int64_t numel;
-  void *param;
+  /* The streams of a usual tile (adamw_copies.h), in this order. */
   const void *grad;
+  void *master; /* NULL: none */
   void *exp_avg;
   void *exp_avg_sq;
-  void *master;         /* NULL: none */
+  void *param;
   uint8_t *scales;      /* exp_avg's, then exp_avg_sq's */
   uint8_t *root_scales; /* exp_avg_sq's */
   void *checksums;      /* NULL: none */

@@ -129,7 +129,10 @@ struct round_ops {
       if (master == TX_F32) tx_round_plain(to.master, x.p, TX_F32, TX_NEAREST, quick, here, noise);
     } else if (quick) {
       tx_quick_split(to.param, to.master, x.p);
-      right = right & !tx_has_tie(tx_ties_of(tx_ties_of(TX_NO_TIES, r.master), to.master));
+      if (tx_has_tie(tx_ties_of(tx_ties_of(TX_NO_TIES, r.master), to.master))) { /* in one of 128 rounds */
+        tx_split(to.param, to.master, x.p);
+        right = right & !tx_has_odd_tie(r.param, r.master);
+      }
     } else {
       tx_split(to.param, to.master, x.p);
     }

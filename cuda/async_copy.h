@@ -53,6 +53,25 @@ static __device__ __forceinline__ void tx_copy_word_async(uint32_t *to, const vo
 #endif
 }
 
+/* Makes a group of the copies that the lane has started since its last group. */
+static __device__ __forceinline__ void tx_group_copies() {
+#if defined(TX_EMULATED_CUDA_RUNTIME_H)
+  emulated::GroupCopies();
+#elif defined(__CUDA_ARCH__)
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+/* Waits for all of the lane's groups but the LATER newest ones. */
+template <int LATER>
+static __device__ __forceinline__ void tx_wait_for_groups() {
+#if defined(TX_EMULATED_CUDA_RUNTIME_H)
+  emulated::WaitForGroups(LATER);
+#elif defined(__CUDA_ARCH__)
+  asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
+#endif
+}
+
 /* Waits for all copies that the lane has started. */
 static __device__ __forceinline__ void tx_wait_for_copies() {
 #if defined(TX_EMULATED_CUDA_RUNTIME_H)

@@ -19,6 +19,15 @@ static __device__ __forceinline__ uint32_t tx_pick_bytes(uint32_t low, uint32_t 
 #endif
 }
 
+/* The upper three bytes of `word`, and `byte`, which is below 256, above them. */
+static __device__ __forceinline__ uint32_t tx_push_byte(uint32_t word, uint32_t byte) {
+#if defined(__CUDA_ARCH__)
+  return __funnelshift_r(word, byte, 8);
+#else
+  return word >> 8 | byte << 24;
+#endif
+}
+
 /* The upper halves of two words as one word, and the lower halves. */
 static __device__ __forceinline__ uint32_t tx_upper_halves(uint32_t low, uint32_t high) {
   return tx_pick_bytes(low, high, 0x7632u);
@@ -32,6 +41,12 @@ static __device__ __forceinline__ uint32_t tx_join_bytes(const uint32_t (&words)
   const uint32_t low = tx_upper_halves(words[0], words[1]), high = tx_upper_halves(words[2], words[3]);
   if (from == 24) return tx_pick_bytes(low, high, 0x7531u);
   return tx_pick_bytes(low >> (from - 16), high >> (from - 16), 0x6420u);
+}
+
+/* Whether a byte of two words is 0. */
+static __device__ __forceinline__ bool tx_has_zero_byte(uint32_t a, uint32_t b) {
+  const uint32_t zeros = ((a - 0x01010101u) & ~a) | ((b - 0x01010101u) & ~b);
+  return (zeros & 0x80808080u) != 0u;
 }
 
 /* -- halves of 0x8000 --------------------------------------------------------------------------------------------- */

@@ -39,15 +39,6 @@ static __device__ __forceinline__ uint32_t tx_double_bytes(uint32_t codes, uint3
   return codes + (doubling != 0u ? by : 0u);
 }
 
-/* The largest byte of two words. */
-static __device__ __forceinline__ uint32_t tx_largest_byte(const uint32_t (&words)[2]) {
-  uint32_t bytes[8];
-#pragma unroll
-  for (int i = 0; i < 8; i++)
-    bytes[i] = words[i / 4] >> (8 * (i % 4)) & 0xffu;
-  return tx_largest_of(bytes);
-}
-
 /* tx_block_plan_from for an amax in [2^-60, 2^60], of roots in [2^-50, 2^40]: such a block has no clamped exponent, and
  * its amax is a normal number of the format. */
 struct tx_quick_plan {
@@ -97,7 +88,7 @@ static __device__ __forceinline__ uint32_t tx_quick_encode(tx_raw &raw, const fl
                                                            const uint32_t (&u)[TX_VECTOR], const tx_format format) {
   const tx_block_format f = tx_block_format_of(TX_U8, format);
   const tx_quick_plan plan = tx_quick_plan_from(f, amax);
-  const bool may_double = __any_sync(0xffffffffu, tx_quick_may_double(f, plan, amax)) != 0;
+  const bool may_double = tx_quick_may_double(f, plan, amax);
   uint32_t codes[TX_VECTOR / 4], tops[TX_VECTOR / 4];
 #pragma unroll
   for (int word = 0; word < TX_VECTOR / 4; word++) {
@@ -111,12 +102,17 @@ static __device__ __forceinline__ uint32_t tx_quick_encode(tx_raw &raw, const fl
     tops[word] = tx_join_bytes(patterns, 24);
   }
   uint32_t doubling = 0;
-  if (may_double) { /* a tenth of the blocks */
-    const uint32_t largest = (uint32_t)tx_block_largest((int32_t)tx_largest_byte(codes));
-    doubling = largest == f.element.max_code - (1u << f.element.mantissa_bits) ? 1u : 0u;
+  if (__any_sync(0xffffffffu, may_double) != 0) { /* a tenth of the blocks */
+    /* The block's amax is between MAX/2 and the code after it, so no code of the block is larger than that one. */
+    const uint32_t after = (f.element.max_code - (1u << f.element.mantissa_bits) + 1u) * 0x01010101u;
+    const uint32_t above = __ballot_sync(0xffffffffu, tx_has_zero_byte(codes[0] ^ after, codes[1] ^ after));
+    const bool doubles = may_double && (above >> (threadIdx.x & TX_BLOCK_LANES) & 0xffffu) == 0u;
+    doubling = doubles ? 1u : 0u;
+    if (__any_sync(0xffffffffu, doubles) != 0) {
 #pragma unroll
-    for (int word = 0; word < TX_VECTOR / 4; word++)
-      codes[word] = tx_double_bytes(codes[word], doubling, f.element.mantissa_bits);
+      for (int word = 0; word < TX_VECTOR / 4; word++)
+        codes[word] = tx_double_bytes(codes[word], doubling, f.element.mantissa_bits);
+    }
   }
 #pragma unroll
   for (int word = 0; word < TX_VECTOR / 4; word++)

@@ -59,16 +59,15 @@ static __device__ __forceinline__ void tx_read_cell(uint32_t (&words)[4], tx_cel
 #endif
 }
 
-/* Writes, and reads, two addresses at OFFSET bytes, a multiple of 16. */
-template <int OFFSET>
-static __device__ __forceinline__ void tx_write_addresses(tx_cell to, const void *first, const void *second) {
+/* Writes an address at `offset` bytes. */
+static __device__ __forceinline__ void tx_write_address(tx_cell to, uint32_t offset, const void *address) {
 #if defined(TX_EMULATED_CUDA_RUNTIME_H)
-  memcpy(to.at + OFFSET, &first, sizeof first);
-  memcpy(to.at + OFFSET + sizeof first, &second, sizeof second);
+  memcpy(to.at + offset, &address, sizeof address);
 #elif defined(__CUDA_ARCH__)
-  asm volatile("st.shared.v2.u64 [%0 + %1], {%2, %3};" ::"r"(to.at), "n"(OFFSET), "l"(first), "l"(second) : "memory");
+  asm volatile("st.shared.u64 [%0], %1;" ::"r"(to.at + offset), "l"(address) : "memory");
 #endif
 }
+/* Reads two addresses at OFFSET bytes, a multiple of 16. */
 template <int OFFSET>
 static __device__ __forceinline__ void tx_read_addresses(char *&first, char *&second, tx_cell from) {
 #if defined(TX_EMULATED_CUDA_RUNTIME_H)
@@ -80,6 +79,11 @@ static __device__ __forceinline__ void tx_read_addresses(char *&first, char *&se
   first = (char *)low;
   second = (char *)high;
 #endif
+}
+/* address + bytes, where the sum's upper 32 bits are those of the address. Takes one instruction instead of two. */
+static __device__ __forceinline__ char *tx_within(const char *address, uint32_t bytes) {
+  const uint64_t number = (uint64_t)(uintptr_t)address;
+  return (char *)(uintptr_t)((number & 0xffffffff00000000u) | (uint32_t)((uint32_t)number + bytes));
 }
 /* Reads one address at `offset` bytes. */
 static __device__ __forceinline__ char *tx_read_address(tx_cell from, uint32_t offset) {

@@ -35,6 +35,25 @@ static __device__ __forceinline__ void tx_write_raw_of(const tx_raw &raw, void *
   tx_write_vector<BYTES>(words, to, alignment, count);
 }
 
+/* Writes a whole vector, aligned to its size, to global memory: a write to an address of which the compiler does not
+ * know that it is there takes a register more per word. */
+template <int BYTES>
+static __device__ __forceinline__ void tx_write_whole(const tx_raw &raw, void *to) {
+  static_assert(BYTES == 1 || BYTES == 2, "one access");
+#if defined(__CUDA_ARCH__)
+  const uint64_t at = __cvta_generic_to_global(to);
+  if constexpr (BYTES == 2) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(raw[0]), "r"(raw[1]), "r"(raw[2]),
+                 "r"(raw[3])
+                 : "memory");
+  } else {
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(at), "r"(raw[0]), "r"(raw[1]) : "memory");
+  }
+#else
+  tx_write_raw_of<BYTES>(raw, to, 16, TX_VECTOR);
+#endif
+}
+
 /* Reads elements [first, first + count) of a stream whose elements have `bytes` bytes (1, 2 or 4); the rest of the
  * vector becomes zeros. */
 static __device__ __forceinline__ void tx_read_raw(tx_raw &raw, const void *data, const int bytes, uint32_t alignment,

@@ -31,18 +31,32 @@ static __device__ __forceinline__ void tx_checksum_take(tx_checksum_sums &s, con
 template <int LANES = TX_WARP>
 static __device__ __forceinline__ uint64_t tx_checksum_value(const tx_checksum_sums &s, uint32_t lane, uint32_t left,
                                                              const uint32_t apart) {
-  uint64_t value = 0;
+  /* tx_checksum_share of sum and left * sum + apart * before, whose factors grow by the same from word to word. */
+  const uint32_t first = lane % 4 * 4, step = TX_CHECKSUM_FACTOR(1) - TX_CHECKSUM_FACTOR(0);
+  uint32_t of_order = 2u * TX_CHECKSUM_FACTOR(first + TX_CHECKSUM_LANES);
+  uint32_t of_sum = TX_CHECKSUM_FACTOR(first) + left * of_order, of_before = apart * of_order;
+  uint32_t mixed[4];
 #pragma unroll
   for (int k = 0; k < 4; k++) {
-    const uint32_t odd = k & 1, order = left * s.sum[k] + apart * s.before[k];
-    uint32_t mixed = (uint32_t)(tx_checksum_share(lane % 4 * 4 + k, s.sum[k], order) >> (32u * odd));
-#pragma unroll
-    for (int by = 4; by < LANES; by *= 2)
-      mixed += __shfl_xor_sync(0xffffffffu, mixed, by);
-    value += (uint64_t)mixed << (32u * odd);
+    mixed[k] = s.sum[k] * of_sum + s.before[k] * of_before;
+    of_sum += step + left * (2u * step);
+    of_before += apart * (2u * step);
   }
+  /* Lanes of the lower half take words 0 and 1, the others 2 and 3: so half as many are left to add up. */
+  constexpr int kHalf = LANES / 2;
+  const bool upper = (lane & kHalf) != 0;
+  uint32_t words[2];
+#pragma unroll
+  for (int k = 0; k < 2; k++) {
+    words[k] = (upper ? mixed[k + 2] : mixed[k]) + __shfl_xor_sync(0xffffffffu, upper ? mixed[k] : mixed[k + 2], kHalf);
+#pragma unroll
+    for (int by = 4; by < kHalf; by *= 2)
+      words[k] += __shfl_xor_sync(0xffffffffu, words[k], by);
+  }
+  uint64_t value = (uint64_t)words[1] << 32 | words[0];
   value += __shfl_xor_sync(0xffffffffu, value, 1);
   value += __shfl_xor_sync(0xffffffffu, value, 2);
+  value += __shfl_xor_sync(0xffffffffu, value, kHalf);
   return value;
 }
 

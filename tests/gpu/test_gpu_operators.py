@@ -109,6 +109,26 @@ def test_more_elements_than_32_bits_count() -> None:
     assert torch.equal(main, grad)
 
 
+@pytest.mark.parametrize("chosen", range(5), ids=["param", "grad", "exp_avg", "exp_avg_sq", "master"])
+@pytest.mark.parametrize("step", ["bf16_remainder", "8bit"])
+def test_a_tensor_across_a_multiple_of_4_gib_has_the_cpus_bits(step: str, chosen: int) -> None:
+    """Usual tiles add to the lower 32 bits of addresses only (cuda/adamw_copies.h)."""
+    margin, before = 1 << 20, 3600  # before: bytes of the tensor before the multiple, which divides a tile
+    memory = torch.empty((1 << 32) + 2 * margin, dtype=U8, device=DEVICE)
+    at = -(memory.data_ptr() + margin) % (1 << 32) + margin
+    moved = 0
+
+    def move(t: torch.Tensor) -> torch.Tensor:
+        nonlocal moved
+        moved += 1
+        if moved - 1 != chosen:
+            return as_it_comes(t)
+        assert t.nbytes > 2 * before
+        return memory[at - before :][: t.nbytes].view(t.dtype).view(t.shape).copy_(t)
+
+    compare("adamw_", lambda: samples.adamw(numels=(20_000,), **STEPS[step]), move)
+
+
 def test_a_refusal_is_the_cpus() -> None:
     messages = []
     for device in ("cpu", DEVICE):

@@ -125,6 +125,9 @@ void SyncWarp();
 // possible: when the lane waits for its copies. Until then `to` has other bytes.
 void CopyAsync(void *to, const void *from, int bytes);
 void WaitForCopies();
+// Copies since the last group become one. Waiting for groups makes all but those of the `later` newest ones.
+void GroupCopies();
+void WaitForGroups(int later);
 unsigned Lane();
 
 template <class T>

@@ -91,6 +91,7 @@ struct Copy {
   char *to;
   const char *from;
   size_t bytes;
+  int group;
 };
 
 struct Fiber {
@@ -100,6 +101,7 @@ struct Fiber {
   Warp *warp = nullptr;
   uint64_t exchanges = 0;
   std::vector<Copy> copies;  // asynchronous copies that are not made yet
+  int group = 0;             // of the next copy
   bool done = false;
   std::unique_ptr<char[]> stack{new char[kStack]};
 #if defined(__SANITIZE_ADDRESS__)
@@ -174,6 +176,7 @@ void Prepare(Fiber *fiber) {
   fiber->done = false;
   fiber->exchanges = 0;
   fiber->copies.clear();
+  fiber->group = 0;
 #if defined(__SANITIZE_ADDRESS__)
   __asan_unpoison_memory_region(fiber->stack.get(), kStack);  // frames of the previous block
 #endif
@@ -294,7 +297,8 @@ void CopyAsync(void *to, const void *from, int bytes) {
     Fail("an odd asynchronous copy");
   // See Note [aligned cells] in cuda/async_copy.h.
   if (bytes == 16 && (reinterpret_cast<uintptr_t>(to) - 16 * Lane()) % 128 != 0) Fail("copies that read sectors twice");
-  Copy copy = {static_cast<char *>(to), static_cast<const char *>(from), static_cast<size_t>(bytes)};
+  Copy copy = {static_cast<char *>(to), static_cast<const char *>(from), static_cast<size_t>(bytes),
+               block.current->group};
   world.copied.push_back({copy.from, bytes});
   world.copies = world.copies * 1664525u + 1013904223u;
   if (world.copies >> 31) {
@@ -305,10 +309,28 @@ void CopyAsync(void *to, const void *from, int bytes) {
   block.current->copies.push_back(copy);
 }
 
+static void MakeCopiesBefore(int group) {
+  std::vector<Copy> later;
+  for (const Copy &copy : block.current->copies) {
+    if (copy.group < group) {
+      std::memcpy(copy.to, copy.from, copy.bytes);
+    } else {
+      later.push_back(copy);
+    }
+  }
+  block.current->copies = later;
+}
+
 void WaitForCopies() {
-  for (const Copy &copy : block.current->copies)
-    std::memcpy(copy.to, copy.from, copy.bytes);
-  block.current->copies.clear();
+  MakeCopiesBefore(block.current->group + 1);
+}
+
+void GroupCopies() {
+  block.current->group++;
+}
+
+void WaitForGroups(int later) {
+  MakeCopiesBefore(block.current->group - later);
 }
 
 void SyncThreads() {
