@@ -33,17 +33,27 @@ tx_status tx_objects_resolve(tx_objects *objects, const void *exchange, void *co
   return TX_OK;
 }
 
-/* An attribute of entry i of a list, a new reference; NULL, with a Python error set, if there is none. */
-static void *attribute_of(const tx_objects *objects, void *list, int64_t i, void **name, const char *text) {
+/* An attribute of a tensor, a new reference; NULL, with a Python error set, if there is none. */
+static void *attribute_of(const tx_objects *objects, void *tensor, void **name, const char *text) {
   if (!*name) *name = objects->PyUnicode_InternFromString(text);
-  void *const tensor = *name ? objects->PyList_GetItem(list, (intptr_t)i) : NULL;
-  return tensor ? objects->PyObject_GetAttr(tensor, *name) : NULL;
+  return *name && tensor ? objects->PyObject_GetAttr(tensor, *name) : NULL;
+}
+static void *grad_of(tx_objects *objects, void *tensor) {
+  return attribute_of(objects, tensor, &objects->grad_name, "grad");
+}
+/* Reads a tensor's version counter; returns false, with a Python error set, if there is none. */
+static bool read_version(tx_objects *objects, void *tensor, int64_t *version) {
+  void *const found = attribute_of(objects, tensor, &objects->version_name, "_version");
+  if (!found) return false;
+  *version = objects->PyLong_AsLongLong(found);
+  objects->Py_DecRef(found);
+  return true;
 }
 
 int64_t tx_objects_grads(tx_objects *objects, void *list, int64_t n, const void *none, void *grads) {
   int64_t missing = 0;
   for (int64_t i = 0; i < n; i++) {
-    void *const grad = attribute_of(objects, list, i, &objects->grad_name, "grad");
+    void *const grad = grad_of(objects, objects->PyList_GetItem(list, (intptr_t)i));
     if (!grad || objects->PyList_SetItem(grads, (intptr_t)i, grad)) return -1;
     missing += grad == none;
   }
@@ -52,17 +62,41 @@ int64_t tx_objects_grads(tx_objects *objects, void *list, int64_t n, const void 
 
 bool tx_objects_versions(tx_objects *objects, void *list, int64_t n, int64_t own, int64_t *versions) {
   for (int64_t i = 0; i < n; i++) {
-    void *const version = attribute_of(objects, list, i, &objects->version_name, "_version");
-    if (!version) return false;
-    versions[i] = objects->PyLong_AsLongLong(version) - own;
-    objects->Py_DecRef(version);
+    if (!read_version(objects, objects->PyList_GetItem(list, (intptr_t)i), &versions[i])) return false;
+    versions[i] -= own;
   }
   return !objects->PyErr_Occurred();
 }
 
-/* Remembers the device of the first tensor with elements, which all others must share. */
+/* Puts the gradient of entry i of `list` into `grads`; returns false if there is none, or the entry is not as `like`
+ * says. */
+static bool repeat_one(tx_objects *objects, void *list, intptr_t i, const tx_repeated *like, void *grads) {
+  void *const param = objects->PyList_GetItem(list, i);
+  if (!param || param != objects->PyList_GetItem(like->params, i)) return false;
+  int64_t version = 0;
+  if (like->versions && !(read_version(objects, param, &version) && version - like->own == like->versions[i]))
+    return false;
+  void *const grad = grad_of(objects, param);
+  return grad && objects->PyList_SetItem(grads, i, grad) == 0;
+}
+
+void *tx_objects_repeat(tx_objects *objects, void *list, const tx_repeated *like) {
+  const intptr_t n = objects->PyList_Size(list);
+  void *const grads = n >= 0 && objects->PyList_Size(like->params) == n ? objects->PyList_New(n) : NULL;
+  intptr_t i = 0;
+  while (grads && i < n && repeat_one(objects, list, i, like, grads))
+    i++;
+  if (grads && i == n) return grads;
+  if (grads) objects->Py_DecRef(grads);
+  objects->PyErr_Clear();
+  return NULL;
+}
+
+/* Reads the arguments of a call. Remembers the device of the first tensor with elements, which all others must share.
+ */
 typedef struct {
   const tx_objects *objects;
+  void *tuple, *grads; /* as tx_objects_read's */
   bool known;
   int32_t type, index;
 } reader;
@@ -158,29 +192,34 @@ static bool read_value(reader *r, tx_value *value, void *object) {
   return false;
 }
 
-static bool read_all(reader *r, tx_stack *stack, void *tuple) {
+/* Entry a of the arguments. */
+static void *entry_of(const reader *r, int32_t a) {
+  return a == 1 && r->grads ? r->grads : r->objects->PyTuple_GetItem(r->tuple, a);
+}
+
+static bool read_all(reader *r, tx_stack *stack) {
   for (int32_t a = 0; a < stack->n; a++) {
     tx_value *value = &stack->values[a];
     *value = (tx_value){.argument = &stack->arguments[a]};
     if (value->argument->kind == TX_ARG_TENSOR) value->n = 1;
-    if (value->argument->kind == TX_ARG_TENSOR_LIST)
-      value->n = r->objects->PyList_Size(r->objects->PyTuple_GetItem(tuple, a));
+    if (value->argument->kind == TX_ARG_TENSOR_LIST) value->n = r->objects->PyList_Size(entry_of(r, a));
     if (value->n < 0) return false; /* not a list */
   }
   if (tx_stack_make_room(stack, NULL) != TX_OK) return false;
   for (int32_t a = 0; a < stack->n; a++)
-    if (!read_value(r, &stack->values[a], r->objects->PyTuple_GetItem(tuple, a))) return false;
+    if (!read_value(r, &stack->values[a], entry_of(r, a))) return false;
   stack->on_cuda = r->known && r->type == TX_DL_CUDA;
   stack->device = r->index;
   return true;
 }
 
-bool tx_objects_read(const tx_objects *objects, tx_stack *stack, const tx_argument *arguments, int32_t n, void *tuple) {
-  reader r = {.objects = objects};
+bool tx_objects_read(const tx_objects *objects, tx_stack *stack, const tx_argument *arguments, int32_t n, void *tuple,
+                     void *grads) {
+  reader r = {.objects = objects, .tuple = tuple, .grads = grads};
   stack->arguments = arguments;
   stack->n = n;
   stack->heap = NULL;
-  if (objects->PyTuple_Size(tuple) == n && read_all(&r, stack, tuple)) return true;
+  if (objects->PyTuple_Size(tuple) == n && read_all(&r, stack)) return true;
   objects->PyErr_Clear();
   return false;
 }

@@ -36,11 +36,24 @@ bool tx_objects_versions(tx_objects *objects, void *list, int64_t n, int64_t own
  * many are `none`, Python's None; -1, with a Python error set, if an object has no such attribute. */
 int64_t tx_objects_grads(tx_objects *objects, void *list, int64_t n, const void *none, void *grads);
 
+/* What tx_torch_repeat requires of the parameters. */
+typedef struct tx_repeated {
+  void *params;            /* a list */
+  const int64_t *versions; /* of each of them, reduced by `own`; NULL: not compared */
+  int64_t own;
+} tx_repeated;
+
+/* Returns a new list with the gradients of `list`, a list of parameters; NULL, with no Python error set, if they are
+ * not as `like` says, or one has no gradient. The caller holds the GIL. */
+void *tx_objects_repeat(tx_objects *objects, void *list, const tx_repeated *like);
+
 /* Reads a tuple with one entry per argument of the schema into stack->values; the caller holds the GIL. Returns false,
  * with no Python error set, if the operator must be called instead: an argument is left out; or a tensor is of a class
  * that is not in `types`, not dense, not contiguous, of a dtype that our operators do not know, on another device than
  * the first one or on one that is neither the CPU nor a GPU, or has no memory. The values are valid while the objects
- * are unchanged. Call tx_stack_free afterwards in every case. */
-bool tx_objects_read(const tx_objects *objects, tx_stack *stack, const tx_argument *arguments, int32_t n, void *tuple);
+ * are unchanged. Call tx_stack_free afterwards in every case. grads: a list that takes the place of the second entry;
+ * NULL: none does. */
+bool tx_objects_read(const tx_objects *objects, tx_stack *stack, const tx_argument *arguments, int32_t n, void *tuple,
+                     void *grads);
 
 #endif

@@ -82,6 +82,34 @@ def run(row: int, name: str, arguments: Sequence[Any], notes: Notes | None = Non
     return bool(notes.taken.value)
 
 
+def repeat(
+    row: int, arguments: Sequence[Any], params: list[Tensor], versions: "array[int] | None", own: int, notes: Notes
+) -> bool:
+    """Runs an operator for parameters that are as they were at an earlier call, with their current gradients, and
+    returns True. Returns False where it has to be called the usual way, which also says what the operator rejects;
+    nothing was written then.
+
+    arguments: of an earlier call, whose first entry has the parameters; the second one, of the gradients, is ignored.
+    params: the parameters now. versions, own: their version counters are versions + own; None: they are not compared.
+    """
+    call = _repeater()
+    if call is None or not _none_intercepts():
+        return False
+    address = None if versions is None else versions.buffer_info()[0]
+    failed = call(row, arguments, params, address, own, *notes.arguments)
+    return not failed and bool(notes.taken.value)
+
+
+@functools.cache
+def _repeater() -> Callable[..., int] | None:
+    """Returns tx_torch_repeat; None where `caller` returns None."""
+    if caller() is None:
+        return None
+    pointer, number, items = ctypes.c_void_p, ctypes.c_int64, ctypes.py_object
+    of = (ctypes.c_int32, items, items, pointer, number, pointer, number, pointer, pointer)
+    return library.function("tx_torch_repeat", *of, restype=ctypes.c_int32, keep_gil=True)
+
+
 def versions(tensors: list[Tensor], own: int) -> "array[int]":
     """Returns the tensors' version counters, each reduced by `own`."""
     if caller() is None:

@@ -4,6 +4,8 @@ Importing this module registers everything, once. C registers schemas and kernel
 of C's table, the fake kernel (for tracing) and the kernels that autograd needs.
 """
 
+from array import array
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -115,6 +117,18 @@ def call_unversioned(name: str, *arguments: Any, notes: direct_call.Notes | None
     if not direct_call.run(row, name, arguments, notes):
         with torch._C._ExcludeDispatchKeyGuard(_ADINPLACE):
             overload(*arguments)
+
+
+def repeat(
+    name: str,
+    arguments: Sequence[Any],
+    params: list[torch.Tensor],
+    versions: "array[int] | None",
+    own: int,
+    notes: direct_call.Notes,
+) -> bool:
+    """Runs the operator as `direct_call.repeat` does. Increments no version counter."""
+    return direct_call.repeat(_operator(name).row, arguments, params, versions, own, notes)
 
 
 def _operator(name: str) -> _Operator:

@@ -1,7 +1,7 @@
 """The step of the parameters whose state is on their own device: one adamw_flat_ call for each batch."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from torch_ext.optim.state.param_state import AllGatherTarget, ParamState, named
 from torch_ext.optim.state.write_check import FixedMemory
 from torch_ext.params.param_groups import HyperparameterTable
 from torch_ext.tensors import dense
+
+OPERATOR = "adamw_flat_"
 
 
 class StepBatch(NamedTuple):
@@ -93,6 +95,11 @@ class DeviceStep:
         weights = [self.weights[i] for i in rows]
         return _batch(rows, weights, self._slices[rows], self._meta[rows], gather)
 
+    @property
+    def addresses(self) -> int:
+        """See `record_addresses`."""
+        return self._addresses
+
     def record_addresses(self) -> None:
         """Records the addresses of the weights of members without an all-gather, if any member has an fp32 master. From
         now on `run` with in_place=True raises if one of these weights has moved."""
@@ -104,6 +111,13 @@ class DeviceStep:
     def takes_several_calls(self) -> bool:
         """Whether a step takes more than one call of the operator, or copies."""
         return len(self.batches) > 1 or bool(self._copied)
+
+    @property
+    def only_batch(self) -> StepBatch | None:
+        """The batch that steps all members, as parameters; None if it takes more than one, or views or copies."""
+        if len(self.batches) != 1 or self.batches[0].rows is not None or self.indirect:
+            return None
+        return self.batches[0]
 
     def load_copies(self) -> None:
         """Copies weights that aren't dense to the contiguous copies that are stepped in their place."""
@@ -141,6 +155,21 @@ class DeviceStep:
         refuse_grad(self.members[row], grad)
         return dense.in_order_of(self._layouts[row], grad)
 
+    def arguments(
+        self,
+        batch: StepBatch,
+        grads: list[Tensor],
+        hyper: HyperparameterTable,
+        scalars: Sequence[Tensor],
+        external: int,
+        in_place: bool,
+    ) -> tuple[Any, ...]:
+        """Returns the arguments of the operator's call for one batch; those of `run`."""
+        addresses = self._addresses if in_place and batch.gather is None else 0
+        fixed = (self._states, batch.slices, hyper.lrs, hyper.groups, batch.meta)
+        own = (*hyper.shared, external, batch.signature, *self._averaging, addresses)
+        return (batch.weights, grads, *fixed, *scalars, *own)
+
     def run(
         self,
         batch: StepBatch,
@@ -156,16 +185,9 @@ class DeviceStep:
         where the operator rejects an argument: nothing is written then."""
         if not batch.weights:
             return
-        addresses = self._addresses if in_place and batch.gather is None else 0
-        fixed = (self._states, batch.slices, hyper.lrs, hyper.groups, batch.meta)
+        arguments = self.arguments(batch, grads, hyper, scalars, external, in_place)
         try:
-            ops.call_unversioned(
-                "adamw_flat_",
-                *(batch.weights, grads, *fixed, *scalars, *hyper.shared, external, batch.signature),
-                *self._averaging,
-                addresses,
-                notes=batch.notes,
-            )
+            ops.call_unversioned(OPERATOR, *arguments, notes=batch.notes)
         except RuntimeError as refusal:
             rows = range(len(self.members)) if batch.rows is None else batch.rows
             raise RuntimeError(named(str(refusal), [self.members[i].name for i in rows])) from None

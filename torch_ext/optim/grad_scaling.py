@@ -66,6 +66,18 @@ class GradScaling:
         both = clipping.found_inf if found_inf.numel() == 0 else found_inf + clipping.found_inf
         return grad_scale, clipping.clip_coef, both
 
+    def is_idle(self) -> bool:
+        """Whether a step now would neither clip, nor unscale, nor check whether gradients are finite."""
+        optimizer = self._states.optimizer
+        attributes = vars(optimizer)
+        return (
+            self.clipping is None
+            and "grad_scale" not in attributes
+            and "found_inf" not in attributes
+            and not optimizer.skip_nonfinite
+            and (self.clipped_in_place or not optimizer.policy.clip_grad)
+        )
+
     def unscales(self) -> bool:
         """Whether a scaler has left unscaling, or skipping, to the step."""
         return not {"grad_scale", "found_inf"}.isdisjoint(vars(self._states.optimizer))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from torch_ext.optim.device_step import DeviceStep
+from torch_ext.optim.device_step import DeviceStep, StepBatch
 from torch_ext.optim.state import access
 from torch_ext.optim.state.param_state import AllGatherTarget, ParamState, gathers_in_order
 from torch_ext.optim.state.write_check import SyncedVersion, WriteCheck
@@ -89,6 +89,13 @@ class StepPlan:
         values = _values_of(state)
         same = len(values) == len(self._values) and all(map(operator.is_, values, self._values))
         return same and self.device.state_memory.unchanged()
+
+    @property
+    def only_batch(self) -> StepBatch | None:
+        """The batch that steps all of the optimizer's parameters in one call of the operator; None if a step takes more
+        than that, or some parameters have no gradient (see `DeviceStep.only_batch`)."""
+        one_call = self.host is None and self.matrices is None and all(self.active)
+        return self.device.only_batch if one_call else None
 
     @property
     def takes_several_calls(self) -> bool:

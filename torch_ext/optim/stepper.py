@@ -13,6 +13,7 @@ from torch_ext.optim.current_hyper import CurrentHyper
 from torch_ext.optim.grad_scaling import GradScaling, Scalars
 from torch_ext.optim.optimizer_states import OptimizerStates, Settings
 from torch_ext.optim.released_step import ReleasedStep
+from torch_ext.optim.repeated_step import RepeatedStep
 from torch_ext.optim.state import masters
 from torch_ext.optim.state.param_state import gather_of
 from torch_ext.optim.step_in_backward import StepInBackward
@@ -35,10 +36,15 @@ class Stepper:
         self._hyper = CurrentHyper()
         self._warned = False
         self.unfinished = UnfinishedStep()
+        self._repeated: RepeatedStep | None = None
+        self._ran: StepPlan | None = None
+        """The plan that step() ran last, and its repetition if there is one."""
 
     def step(self, released: bool = False) -> None:
         """Steps the parameters that have a gradient. released: others were stepped in backward, and their gradients
         freed. RuntimeError, before anything is written, where the operator rejects a gradient or a parameter."""
+        if self._repeat():
+            return
         states, scaling = self._states, self._scaling
         all_params = states.all_params()
         shards = states.current_shards(all_params)
@@ -67,6 +73,20 @@ class Stepper:
             if clipping is not None:
                 clipping.used = True
                 clipping.warn_if_skipped(plan.members, present)
+            if self._ran is not self.plan:
+                self._ran = self.plan
+                self._repeated = RepeatedStep.of(states, scaling, self._in_backward, shards, plan)
+
+    def _repeat(self) -> bool:
+        """Takes the step as a repetition of the last one, and returns True; returns False where it cannot be that."""
+        repeated = self._repeated
+        if repeated is None or not repeated.fits():
+            return False
+        try:
+            hyper = self.current_hyper(keeps=False)
+        except (ValueError, TypeError):
+            return False  # illegal values: the usual way raises, unless there is nothing to step
+        return repeated.run(hyper)
 
     def end_partial_step(self) -> None:
         """Ends a step that step() did not complete: it raised midway, or zero_grad() has kept what backward stepped."""
@@ -150,7 +170,7 @@ class Stepper:
         """Drops the plan, so that the next step makes a new one. Its record of masters in sync is kept."""
         if self.plan is not None:
             self._states.synced.update(self.plan.writes.synced())
-            self.plan = None
+            self.plan = self._ran = self._repeated = None
 
     def current_plan(self) -> StepPlan | None:
         """Returns the last step's plan if parameters, states and their memory are still the same, else None."""

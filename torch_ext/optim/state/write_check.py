@@ -10,6 +10,7 @@ compares. With remainders the checksums cover all weights, so that no signal is 
 elementwise comparison (`masters.resync`).
 """
 
+import operator
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
@@ -114,6 +115,23 @@ class WriteCheck:
             self._versions = self._versions_now()
         if masters:
             self._master_versions = self._master_versions_now()
+
+    def covers(self, params: Sequence[Tensor]) -> bool:
+        """Whether all of these parameters, or none of them, have an fp32 master, and none of those is a DTensor."""
+        if self._params and (len(params) != len(self._params) or self._has_dtensors):
+            return False
+        return all(map(operator.is_, params, self._params))
+
+    @property
+    def expected(self) -> "tuple[array[int] | None, int]":
+        """The version counters that the parameters with fp32 masters have unless they were written outside the
+        optimizer: an array, and what is to be added to each. (None, 0) if there are none."""
+        return (self._versions, self._own) if self._params else (None, 0)
+
+    def mark_repeated(self) -> None:
+        """Records that masters round to their weights after a step that found all versions as `expected`, and has
+        incremented each of them once."""
+        self._own += 1
 
     def synced(self) -> dict[Tensor, SyncedVersion]:
         """Returns the record of members in sync, for the next plan."""
