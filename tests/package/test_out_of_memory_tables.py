@@ -33,6 +33,7 @@ REASONS = {
     "tx_torch_register": "asks torch alone for memory",
     "tx_torch_objects": "asks the dynamic linker alone for memory",
     "tx_torch_call": "asks for what an operator asks for; what it cannot read is left to torch's operator",
+    "tx_torch_repeat": "asks for what tx_torch_call asks for, and Python for a list",
     "tx_torch_parallel": "hands out what was found",
     "tx_torch_versions": "asks Python alone for memory",
     "tx_torch_grads": "asks Python alone for memory",

@@ -1,7 +1,7 @@
 """What the step applies to gradients as it reads them: the clip coefficient and the loss scale."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import compress
 from typing import Any, TypeAlias
 
@@ -12,6 +12,7 @@ from torch_ext.grads import errors
 from torch_ext.grads.norm import Clipping, is_agreed, measure
 from torch_ext.native.untraced import untraced
 from torch_ext.optim.optimizer_states import OptimizerStates
+from torch_ext.optim.state.param_state import ParamState
 from torch_ext.optim.step_in_backward import StepInBackward
 from torch_ext.params import param_groups, reducer_registry
 from torch_ext.params.shard_map import ShardMap
@@ -77,6 +78,13 @@ class GradScaling:
             and not optimizer.skip_nonfinite
             and (self.clipped_in_place or not optimizer.policy.clip_grad)
         )
+
+    def end_step(self, clipping: Clipping | None, members: Sequence[ParamState], grads: Sequence[Tensor]) -> None:
+        """Called after a step of these members with these gradients. clipping: what it has applied."""
+        self.clipped_in_place = False
+        if clipping is not None:
+            clipping.used = True
+            clipping.warn_if_skipped(members, grads)
 
     def unscales(self) -> bool:
         """Whether a scaler has left unscaling, or skipping, to the step."""

@@ -81,11 +81,6 @@ class OptimizerStates:
     def all_params(self) -> list[Tensor]:
         return param_groups.all_params(self.groups)
 
-    def listed_params(self) -> list[Tensor]:
-        """Returns what `all_params` returns, without a copy of an only group's list."""
-        groups = self.groups
-        return groups[0]["params"] if len(groups) == 1 else param_groups.all_params(groups)
-
     def current_shards(self, all_params: list[Tensor]) -> shard_map.ShardMap:
         """Returns where this rank's parts of the parameters are; the same object as long as that is unchanged."""
         offload_guard.refuse_optimizer(self.optimizer, all_params)  # type: ignore[arg-type]

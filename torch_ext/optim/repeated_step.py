@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torch_ext.native import graph_capture, ops
+from torch_ext.optim.current_hyper import CurrentHyper
 from torch_ext.optim.device_step import OPERATOR, StepBatch
 from torch_ext.optim.grad_scaling import GradScaling
 from torch_ext.optim.state import access, masters
@@ -31,44 +32,53 @@ if TYPE_CHECKING:
 
 
 class RepeatedStep:
-    """Steps the parameters of a plan again. `run` says whether it could."""
+    """Steps the parameters of the last step's plan again. `run` says whether it could."""
 
     def __init__(
-        self,
-        states: "OptimizerStates",
-        scaling: GradScaling,
-        in_backward: StepInBackward,
-        shards: ShardMap,
-        plan: StepPlan,
-        batch: StepBatch,
+        self, states: "OptimizerStates", scaling: GradScaling, in_backward: StepInBackward, hyper: CurrentHyper
     ) -> None:
-        self._states, self._scaling, self._in_backward = states, scaling, in_backward
-        self._shards, self.plan, self._batch = shards, plan, batch
+        self._states, self._scaling, self._in_backward, self._hyper = states, scaling, in_backward, hyper
+        self._followed: StepPlan | None = None
+        self.follow(None, None)
+
+    def follow(self, shards: ShardMap | None, plan: StepPlan | None) -> None:
+        """Called after each step that was taken the usual way, with its plan, and with None when the plan is dropped.
+        Only a plan that takes one call of the operator, for the parameters themselves, is repeated."""
+        if plan is not None and plan is self._followed:
+            return
+        self._followed, self._shards = plan, shards
+        covered = plan is not None and shards is not None and shards.plain and plan.writes.covers(plan.params)
+        self._batch = plan.only_batch if plan is not None and covered else None
         self._arguments_of: tuple[HyperparameterTable, str, int] | None = None
         self._arguments: tuple[Any, ...] = ()
 
-    @classmethod
-    def of(
-        cls,
-        states: "OptimizerStates",
-        scaling: GradScaling,
-        in_backward: StepInBackward,
-        shards: ShardMap,
-        plan: StepPlan,
-    ) -> "RepeatedStep | None":
-        """Returns the repetition of a plan that was run; None for one that takes more than a call of the operator, or
-        whose arguments are not the parameters themselves."""
-        batch = plan.only_batch
-        if batch is None or not shards.plain or not plan.writes.covers(plan.params):
-            return None
-        return cls(states, scaling, in_backward, shards, plan, batch)
+    def run(self) -> bool:
+        """Takes a step and returns True; returns False, and has written nothing, where step() must take it the usual
+        way."""
+        plan, batch, states = self._followed, self._batch, self._states
+        if plan is None or batch is None or not self._fits():
+            return False
+        try:
+            hyper = self._hyper.table(states.optimizer.adamw_groups, states.counts.device, keeps=False)
+        except (ValueError, TypeError):
+            return False  # illegal values: the usual way raises, unless there is nothing to step
+        arguments = self._current_arguments(plan, batch, hyper)
+        groups = states.groups
+        params = groups[0]["params"] if len(groups) == 1 else states.all_params()
+        if not ops.repeat(OPERATOR, arguments, params, *plan.writes.expected, batch.notes):
+            return False
+        torch.autograd.graph.increment_version(plan.params)
+        plan.writes.mark_repeated()
+        self._scaling.clipped_in_place = False
+        return True
 
-    def fits(self) -> bool:
+    def _fits(self) -> bool:
         """Whether a step now would do the same as the one before, as far as it is not up to parameters, gradients and
         groups."""
-        states = self._states
+        states, shards = self._states, self._shards
         return (
-            self._shards.repeats
+            shards is not None
+            and shards.repeats
             and self._scaling.is_idle()
             and not self._in_backward
             and not offload_guard.holds_any()
@@ -77,25 +87,13 @@ class RepeatedStep:
             and not graph_capture.is_capturing(states.counts.device)
         )
 
-    def run(self, hyper: HyperparameterTable) -> bool:
-        """Takes a step and returns True; returns False, and has written nothing, where step() must take it the usual
-        way. hyper: the groups' hyper-parameters as they are now."""
-        plan = self.plan
-        arguments = self._current_arguments(hyper)
-        if not ops.repeat(OPERATOR, arguments, self._states.listed_params(), *plan.writes.expected, self._batch.notes):
-            return False
-        torch.autograd.graph.increment_version(plan.params)
-        plan.writes.mark_repeated()
-        self._scaling.clipped_in_place = False
-        return True
-
-    def _current_arguments(self, hyper: HyperparameterTable) -> tuple[Any, ...]:
+    def _current_arguments(self, plan: StepPlan, batch: StepBatch, hyper: HyperparameterTable) -> tuple[Any, ...]:
         """Returns the operator's arguments; the same tuple as long as they are unchanged."""
-        device, mode = self.plan.device, self._states.optimizer.on_external_write
+        device, mode = plan.device, self._states.optimizer.on_external_write
         known = self._arguments_of
         if known is None or known[0] is not hyper or known[1] != mode or known[2] != device.addresses:
             self._arguments_of = hyper, mode, device.addresses
             scalars = (dense.EMPTY, dense.EMPTY, dense.EMPTY, device.counters(self._states.counts, 0))
             external = masters.EXTERNAL_MODES[mode]
-            self._arguments = device.arguments(self._batch, [], hyper, scalars, external, in_place=True)
+            self._arguments = device.arguments(batch, [], hyper, scalars, external, in_place=True)
         return self._arguments

@@ -36,14 +36,12 @@ class Stepper:
         self._hyper = CurrentHyper()
         self._warned = False
         self.unfinished = UnfinishedStep()
-        self._repeated: RepeatedStep | None = None
-        self._ran: StepPlan | None = None
-        """The plan that step() ran last, and its repetition if there is one."""
+        self._repeated = RepeatedStep(states, scaling, in_backward, self._hyper)
 
     def step(self, released: bool = False) -> None:
         """Steps the parameters that have a gradient. released: others were stepped in backward, and their gradients
         freed. RuntimeError, before anything is written, where the operator rejects a gradient or a parameter."""
-        if self._repeat():
+        if self._repeated.run():
             return
         states, scaling = self._states, self._scaling
         all_params = states.all_params()
@@ -69,24 +67,8 @@ class Stepper:
         plan = self._run(shards, active, present, hyper, scaling.scalars(clipping))
         if plan is not None:
             self._end_measurement()
-            scaling.clipped_in_place = False
-            if clipping is not None:
-                clipping.used = True
-                clipping.warn_if_skipped(plan.members, present)
-            if self._ran is not self.plan:
-                self._ran = self.plan
-                self._repeated = RepeatedStep.of(states, scaling, self._in_backward, shards, plan)
-
-    def _repeat(self) -> bool:
-        """Takes the step as a repetition of the last one, and returns True; returns False where it cannot be that."""
-        repeated = self._repeated
-        if repeated is None or not repeated.fits():
-            return False
-        try:
-            hyper = self.current_hyper(keeps=False)
-        except (ValueError, TypeError):
-            return False  # illegal values: the usual way raises, unless there is nothing to step
-        return repeated.run(hyper)
+            scaling.end_step(clipping, plan.members, present)
+            self._repeated.follow(shards, self.plan)
 
     def end_partial_step(self) -> None:
         """Ends a step that step() did not complete: it raised midway, or zero_grad() has kept what backward stepped."""
@@ -170,7 +152,8 @@ class Stepper:
         """Drops the plan, so that the next step makes a new one. Its record of masters in sync is kept."""
         if self.plan is not None:
             self._states.synced.update(self.plan.writes.synced())
-            self.plan = self._ran = self._repeated = None
+            self.plan = None
+            self._repeated.follow(None, None)
 
     def current_plan(self) -> StepPlan | None:
         """Returns the last step's plan if parameters, states and their memory are still the same, else None."""
