@@ -25,7 +25,7 @@ from torch_ext.optim.step_in_backward import StepInBackward
 from torch_ext.optim.step_plan import StepPlan
 from torch_ext.params.param_groups import HyperparameterTable
 from torch_ext.params.shard_map import ShardMap
-from torch_ext.tensors import dense, offload_guard
+from torch_ext.tensors import dense
 
 if TYPE_CHECKING:
     from torch_ext.optim.optimizer_states import OptimizerStates
@@ -81,7 +81,6 @@ class RepeatedStep:
             and shards.repeats
             and self._scaling.is_idle()
             and not self._in_backward
-            and not offload_guard.holds_any()
             and states.optimizer.on_external_write != "error"
             and not access.exposed(states.state)
             and not graph_capture.is_capturing(states.counts.device)

@@ -31,11 +31,6 @@ def begin() -> None:
     _used = True
 
 
-def holds_any() -> bool:
-    """Whether anything is offloaded in this process."""
-    return _used and bool(params or grads or optimizers)
-
-
 def refuse_params(tensors: Iterable[Tensor], doing: str) -> None:
     """Raises RuntimeError, naming one, if parameters among these are offloaded. doing: the intended use, which begins
     the message."""
