@@ -30,6 +30,8 @@ class Interrupt:
 
     def _event(self, frame: Any, event: str, _arg: object) -> None:
         code = frame.f_code
+        if event == "c_call":  # no interrupt is raised between here and where the call returns
+            return
         if not code.co_filename.startswith(_ROOT) or (code.co_flags & _GENERATOR and event in ("call", "return")):
             return
         self.count += 1

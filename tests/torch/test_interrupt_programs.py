@@ -5,9 +5,11 @@ of each call."""
 import functools
 import os
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from interrupt_programs import CALLS, KINDS, Interrupt, Training
 
 # Points that are tried of each call, and again of its last eighth, where a failed call undoes its work. Points are
@@ -15,6 +17,12 @@ from interrupt_programs import CALLS, KINDS, Interrupt, Training
 EACH = 3
 MORE = int(os.environ.get("INTERRUPTS", "0"))
 CASES = [(kind, call) for kind in KINDS for call in CALLS if CALLS[call].fits(KINDS[kind])]
+
+
+@pytest.fixture(autouse=True)
+def _autograd_records_afterwards() -> Iterator[None]:
+    yield
+    assert torch.is_grad_enabled()
 
 
 def _prepared(kind: str, call: str) -> Training:

@@ -46,8 +46,8 @@ def _reject_duplicates() -> Iterator[None]:
 def _without_grad(call: Callable[..., None], *args: Any) -> None:
     """Calls it as under torch.no_grad, which takes five times as long."""
     records = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(False)
     try:
+        torch._C._set_grad_enabled(False)  # within: an interrupt after it must not leave recording off
         call(*args)
     finally:
         torch._C._set_grad_enabled(records)
