@@ -31,10 +31,10 @@ TX_API tx_status tx_torch_parallel(tx_parallel *parallel, tx_error *error);
  * through torch's dispatcher.
  *
  * tx_torch_repeat calls operator i, whose first two arguments are lists of parameters and gradients, for parameters
- * that are as they were at an earlier call: it reads each parameter once, and takes its `grad`. arguments: as
- * tx_torch_call's; the entry of the gradients is ignored. params: a list. *taken is 0, and nothing has happened, unless
- * params has the same objects as the first argument, each of them has a gradient, and, if versions is not NULL, its
- * version counter is versions[k] + own.
+ * that are as they were at an earlier call, with each one's `grad`. arguments: as tx_torch_call's; the entry of the
+ * gradients is ignored. params: a list. *taken is 0, and nothing has happened, where it would be 0 of tx_torch_call,
+ * and unless params has the same objects as the first argument, each of them has a gradient, and, if versions is not
+ * NULL, its version counter is versions[k] + own.
  *
  * tx_torch_versions reads the version counters of a list of n tensors, each reduced by `own`: versions [n]. If an
  * object of the list has none, it returns with a Python error set.

@@ -1,7 +1,7 @@
 /* Shared memory as a warp uses it: in cells of 16 bytes, one per lane.
  *
  * What a lane has lies at multiples of TX_CELLS bytes from its own cell, so that no two lanes meet in a bank. Addresses
- * that all lanes need, and that would take registers, are kept in shared memory, too: one lane writes them. */
+ * that all lanes need, and that would take registers, are kept in shared memory, too: each is written by one lane. */
 #ifndef TX_CUDA_SHARED_CELLS_H
 #define TX_CUDA_SHARED_CELLS_H
 
@@ -59,6 +59,12 @@ static __device__ __forceinline__ void tx_read_cell(uint32_t (&words)[4], tx_cel
 #endif
 }
 
+/* address + bytes, where the sum's upper 32 bits are those of the address. Takes one instruction instead of two. */
+static __device__ __forceinline__ char *tx_within(const char *address, uint32_t bytes) {
+  const uint64_t number = (uint64_t)(uintptr_t)address;
+  return (char *)(uintptr_t)((number & 0xffffffff00000000u) | (uint32_t)((uint32_t)number + bytes));
+}
+
 /* Writes an address at `offset` bytes. */
 static __device__ __forceinline__ void tx_write_address(tx_cell to, uint32_t offset, const void *address) {
 #if defined(TX_EMULATED_CUDA_RUNTIME_H)
@@ -79,11 +85,6 @@ static __device__ __forceinline__ void tx_read_addresses(char *&first, char *&se
   first = (char *)low;
   second = (char *)high;
 #endif
-}
-/* address + bytes, where the sum's upper 32 bits are those of the address. Takes one instruction instead of two. */
-static __device__ __forceinline__ char *tx_within(const char *address, uint32_t bytes) {
-  const uint64_t number = (uint64_t)(uintptr_t)address;
-  return (char *)(uintptr_t)((number & 0xffffffff00000000u) | (uint32_t)((uint32_t)number + bytes));
 }
 /* Reads one address at `offset` bytes. */
 static __device__ __forceinline__ char *tx_read_address(tx_cell from, uint32_t offset) {

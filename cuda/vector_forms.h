@@ -35,8 +35,8 @@ static __device__ __forceinline__ void tx_write_raw_of(const tx_raw &raw, void *
   tx_write_vector<BYTES>(words, to, alignment, count);
 }
 
-/* Writes a whole vector, aligned to its size, to global memory: a write to an address of which the compiler does not
- * know that it is there takes a register more per word. */
+/* Writes a whole vector, aligned to its size, to an address that was read from memory: the compiler does not know that
+ * it is one of global memory. */
 template <int BYTES>
 static __device__ __forceinline__ void tx_write_whole(const tx_raw &raw, void *to) {
   static_assert(BYTES == 1 || BYTES == 2, "one access");

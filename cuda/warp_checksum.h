@@ -31,7 +31,8 @@ static __device__ __forceinline__ void tx_checksum_take(tx_checksum_sums &s, con
 template <int LANES = TX_WARP>
 static __device__ __forceinline__ uint64_t tx_checksum_value(const tx_checksum_sums &s, uint32_t lane, uint32_t left,
                                                              const uint32_t apart) {
-  /* tx_checksum_share of sum and left * sum + apart * before, whose factors grow by the same from word to word. */
+  /* The words of csrc/math/checksum.h, of sum and order = left * sum + apart * before. The factors of sum and before
+   * grow by the same from word to word. */
   const uint32_t first = lane % 4 * 4, step = TX_CHECKSUM_FACTOR(1) - TX_CHECKSUM_FACTOR(0);
   uint32_t of_order = 2u * TX_CHECKSUM_FACTOR(first + TX_CHECKSUM_LANES);
   uint32_t of_sum = TX_CHECKSUM_FACTOR(first) + left * of_order, of_before = apart * of_order;

@@ -47,7 +47,7 @@ TX_FN tx_checksum_sums tx_checksum_take_part(tx_checksum_sums s, const void *wei
   return tx_checksum_take(s, padded);
 }
 
-/* The sum of tx_checksum_share over all lanes. */
+/* The sum of what all lanes make of their sums. */
 TX_FN uint64_t tx_checksum_value(tx_checksum_sums s) {
   tx_checksum_vector of_sum[TX_CHECKSUM_VECTORS], of_order[TX_CHECKSUM_VECTORS], mixed[TX_CHECKSUM_VECTORS];
   memcpy(of_sum, tx_checksum_factors, sizeof of_sum);

@@ -6,8 +6,9 @@
  *
  *   sum = w[0] + ... + w[V-1],   order = V w[0] + (V - 1) w[1] + ... + w[V-1]
  *
- * Each two neighbouring lanes make one 64-bit word of these (tx_checksum_share); the checksum is the sum of these
- * words. */
+ * Lane i makes one 32-bit word of these, sum * TX_CHECKSUM_FACTOR(i) + 2 * order * TX_CHECKSUM_FACTOR(i + 16). The
+ * words of two neighbouring lanes are one of 64 bits, whose lower half is the even lane's; the checksum is the sum of
+ * these. */
 #ifndef TX_MATH_CHECKSUM_H
 #define TX_MATH_CHECKSUM_H
 
@@ -18,12 +19,6 @@
 /* Factors that make lanes distinct, multiples of the golden ratio's constant: odd for `sum` (i = 0 ... 15) and, times
  * 2, even for `order` (i = 16 ... 31). So a change of a single word always changes the checksum. */
 #define TX_CHECKSUM_FACTOR(i) ((2u * (i) + 1u) * 0x9e3779b1u)
-
-/* What a lane adds to the checksum. */
-TX_FN uint64_t tx_checksum_share(uint32_t lane, uint32_t sum, uint32_t order) {
-  const uint32_t mixed = sum * TX_CHECKSUM_FACTOR(lane) + 2u * (order * TX_CHECKSUM_FACTOR(lane + TX_CHECKSUM_LANES));
-  return (uint64_t)mixed << (32u * (lane & 1u));
-}
 
 /* The weights sampled for checksums of parameters with fp32 masters: of each TX_SAMPLED weights, counted from the
  * tensor's first, TX_SAMPLE_RUNS runs as long as a vector (and a cache line). */

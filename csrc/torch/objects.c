@@ -92,8 +92,7 @@ void *tx_objects_repeat(tx_objects *objects, void *list, const tx_repeated *like
   return NULL;
 }
 
-/* Reads the arguments of a call. Remembers the device of the first tensor with elements, which all others must share.
- */
+/* What reads a call's arguments. Remembers the device of the first tensor with elements, which all must share. */
 typedef struct {
   const tx_objects *objects;
   void *tuple, *grads; /* as tx_objects_read's */

@@ -36,7 +36,7 @@ bool tx_objects_versions(tx_objects *objects, void *list, int64_t n, int64_t own
  * many are `none`, Python's None; -1, with a Python error set, if an object has no such attribute. */
 int64_t tx_objects_grads(tx_objects *objects, void *list, int64_t n, const void *none, void *grads);
 
-/* What tx_torch_repeat requires of the parameters. */
+/* The parameters as they were at the call that is repeated. */
 typedef struct tx_repeated {
   void *params;            /* a list */
   const int64_t *versions; /* of each of them, reduced by `own`; NULL: not compared */

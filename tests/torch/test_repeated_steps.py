@@ -1,6 +1,6 @@
 """A step that repeats the one before in one call of the library (torch_ext/optim/repeated_step.py) does what the usual
 way does. An optimizer whose `state` was read takes the usual way from then on, since entries may be changed there. So
-two optimizers live through the same random program, and the entries of one of them are read after each step."""
+two optimizers run the same random program, and the entries of one of them are read after each step."""
 
 import random
 import sys
@@ -29,7 +29,7 @@ def bytes_of(t: torch.Tensor) -> bytes:
     return t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-class Life:
+class Training:
     """A model's parameters with their optimizer, and what a program does to them."""
 
     def __init__(self, kind: str, groups: int, usual: bool) -> None:
@@ -67,103 +67,103 @@ class Life:
         return [[(key, bytes_of(value)) for key, value in sorted(e.items())] for e in self.opt.state.values()]
 
 
-Act = Callable[[Life, random.Random], Any]
+Act = Callable[[Training, random.Random], Any]
 
 
-def one(life: Life, chance: random.Random) -> torch.nn.Parameter:
-    return life.params[chance.randrange(len(life.params))]
+def one(training: Training, chance: random.Random) -> torch.nn.Parameter:
+    return training.params[chance.randrange(len(training.params))]
 
 
 @torch.no_grad()
-def write(life: Life, chance: random.Random) -> None:
-    life.params[3][chance.randrange(9000)].mul_(chance.choice([0.5, 1.0]))
+def write(training: Training, chance: random.Random) -> None:
+    training.params[3][chance.randrange(9000)].mul_(chance.choice([0.5, 1.0]))
 
 
-def replace_data(life: Life, chance: random.Random) -> None:
-    p = one(life, chance)
+def replace_data(training: Training, chance: random.Random) -> None:
+    p = one(training, chance)
     p.data = p.data.clone() * chance.choice([0.5, 1.0])
 
 
-def write_without_trace(life: Life, chance: random.Random) -> None:
-    life.params[chance.choice([0, 3])].data.mul_(0.5)
+def write_without_trace(training: Training, chance: random.Random) -> None:
+    training.params[chance.choice([0, 3])].data.mul_(0.5)
 
 
-def transpose(life: Life, chance: random.Random) -> None:
-    p = life.params[0]
+def transpose(training: Training, chance: random.Random) -> None:
+    p = training.params[0]
     p.data = p.data.t().contiguous().t()
 
 
-def swap(life: Life, chance: random.Random) -> None:
+def swap(training: Training, chance: random.Random) -> None:
     """Exchanges a parameter for another object."""
-    i = chance.randrange(len(life.params))
-    new = torch.nn.Parameter(life.params[i].detach().clone())
-    for group in life.opt.param_groups:
-        group["params"] = [new if p is life.params[i] else p for p in group["params"]]
-    life.params[i] = new
+    i = chance.randrange(len(training.params))
+    new = torch.nn.Parameter(training.params[i].detach().clone())
+    for group in training.opt.param_groups:
+        group["params"] = [new if p is training.params[i] else p for p in group["params"]]
+    training.params[i] = new
 
 
-def reorder(life: Life, chance: random.Random) -> None:
-    life.opt.param_groups[0]["params"].reverse()
+def reorder(training: Training, chance: random.Random) -> None:
+    training.opt.param_groups[0]["params"].reverse()
 
 
-def add_group(life: Life, chance: random.Random) -> None:
-    p = torch.nn.Parameter(torch.ones(5, dtype=life.dtype))
-    life.params.append(p)
-    life.opt.add_param_group({"params": [p], "lr": 0.01})
+def add_group(training: Training, chance: random.Random) -> None:
+    p = torch.nn.Parameter(torch.ones(5, dtype=training.dtype))
+    training.params.append(p)
+    training.opt.add_param_group({"params": [p], "lr": 0.01})
 
 
-def load(life: Life, chance: random.Random) -> None:
+def load(training: Training, chance: random.Random) -> None:
     """Loads what another optimizer has saved after a step."""
-    params = [torch.nn.Parameter(torch.ones(shape, dtype=life.dtype)) for shape in SHAPES]
-    other = life.new_optimizer(params)
+    params = [torch.nn.Parameter(torch.ones(shape, dtype=training.dtype)) for shape in SHAPES]
+    other = training.new_optimizer(params)
     for p in params:
         p.grad = torch.ones_like(p)
     other.step()
-    life.opt.load_state_dict(other.state_dict())
+    training.opt.load_state_dict(other.state_dict())
 
 
-def scale(life: Life, chance: random.Random) -> None:
+def scale(training: Training, chance: random.Random) -> None:
     """As torch.amp.GradScaler does for a step."""
     for name, value in (("grad_scale", 2.0), ("found_inf", 1.0)):
         if chance.random() < 0.6:
-            setattr(life.opt, name, torch.tensor(value))
+            setattr(training.opt, name, torch.tensor(value))
     try:
-        life.opt.step()
+        training.opt.step()
     finally:
-        vars(life.opt).pop("grad_scale", None)
-        vars(life.opt).pop("found_inf", None)
+        vars(training.opt).pop("grad_scale", None)
+        vars(training.opt).pop("found_inf", None)
 
 
-def masters(life: Life, chance: random.Random) -> None:
-    with life.opt.master_weights():
-        for p in life.params:
+def masters(training: Training, chance: random.Random) -> None:
+    with training.opt.master_weights():
+        for p in training.params:
             p.mul_(0.5)
 
 
-def measure(life: Life, chance: random.Random) -> Any:
-    life.opt.measure_health()
-    life.opt.step()
-    return str(life.opt.health().params)  # NaN is not equal to itself
+def measure(training: Training, chance: random.Random) -> Any:
+    training.opt.measure_health()
+    training.opt.step()
+    return str(training.opt.health().params)  # NaN is not equal to itself
 
 
-def infinite(life: Life, chance: random.Random) -> None:
-    p = one(life, chance)
+def infinite(training: Training, chance: random.Random) -> None:
+    p = one(training, chance)
     if p.grad is not None:
         p.grad.fill_(float("inf"))
 
 
-def offload(life: Life, chance: random.Random) -> Any:
+def offload(training: Training, chance: random.Random) -> Any:
     """Steps while something is offloaded."""
-    model = torch.nn.ParameterList(life.params)
-    torch_ext.offload(model, life.opt)
+    model = torch.nn.ParameterList(training.params)
+    torch_ext.offload(model, training.opt)
     try:
-        return outcome(life.opt.step)
+        return outcome(training.opt.step)
     finally:
-        torch_ext.onload(model, life.opt)
+        torch_ext.onload(model, training.opt)
 
 
-def edit_state(life: Life, chance: random.Random) -> None:
-    entry = life.opt.state[life.params[0]]
+def edit_state(training: Training, chance: random.Random) -> None:
+    entry = training.opt.state[training.params[0]]
     key = chance.choice(sorted(entry))
     if chance.random() < 0.5:
         entry[key] = entry[key].clone()
@@ -171,8 +171,8 @@ def edit_state(life: Life, chance: random.Random) -> None:
 
 
 def set_grad(make: Callable[[torch.nn.Parameter], torch.Tensor | None]) -> Act:
-    def act(life: Life, chance: random.Random) -> None:
-        p = one(life, chance)
+    def act(training: Training, chance: random.Random) -> None:
+        p = one(training, chance)
         p.grad = make(p)
 
     return act
@@ -183,7 +183,7 @@ def strided(p: torch.nn.Parameter) -> torch.Tensor:
 
 
 def set_attribute(name: str, *values: Any) -> Act:
-    return lambda life, chance: setattr(life.opt, name, chance.choice(values))
+    return lambda training, chance: setattr(training.opt, name, chance.choice(values))
 
 
 ACTS: dict[str, Act] = {
@@ -197,27 +197,27 @@ ACTS: dict[str, Act] = {
     "load": load,
     "scale": scale,
     "masters": masters,
-    "resync": lambda life, chance: life.opt.resync_masters(),
-    "clip": lambda life, chance: torch_ext.clip_grad_norm_(life.opt, chance.choice([0.01, 1.0, float("inf")])),
-    "clip_params": lambda life, chance: torch_ext.clip_grad_norm_(life.params, 0.01),
+    "resync": lambda training, chance: training.opt.resync_masters(),
+    "clip": lambda training, chance: torch_ext.clip_grad_norm_(training.opt, chance.choice([0.01, 1.0, float("inf")])),
+    "clip_params": lambda training, chance: torch_ext.clip_grad_norm_(training.params, 0.01),
     "offload": offload,
     "edit_state": edit_state,
-    "clip_torch": lambda life, chance: torch.nn.utils.clip_grad_norm_(life.params, 0.01).item(),
-    "zero": lambda life, chance: life.opt.zero_grad(chance.random() < 0.5),
-    "freeze": lambda life, chance: one(life, chance).requires_grad_(chance.random() < 0.5),
-    "lr": lambda life, chance: life.opt.param_groups[0].update(lr=chance.random() / 10),
-    "decay": lambda life, chance: life.opt.param_groups[-1].update(weight_decay=chance.random()),
-    "illegal": lambda life, chance: life.opt.param_groups[0].update(lr=chance.choice([-1.0, 0.1, 0.1])),
-    "seed": lambda life, chance: [group.update(seed=5) for group in life.opt.param_groups],
+    "clip_torch": lambda training, chance: torch.nn.utils.clip_grad_norm_(training.params, 0.01).item(),
+    "zero": lambda training, chance: training.opt.zero_grad(chance.random() < 0.5),
+    "freeze": lambda training, chance: one(training, chance).requires_grad_(chance.random() < 0.5),
+    "lr": lambda training, chance: training.opt.param_groups[0].update(lr=chance.random() / 10),
+    "decay": lambda training, chance: training.opt.param_groups[-1].update(weight_decay=chance.random()),
+    "illegal": lambda training, chance: training.opt.param_groups[0].update(lr=chance.choice([-1.0, 0.1, 0.1])),
+    "seed": lambda training, chance: [group.update(seed=5) for group in training.opt.param_groups],
     "mode": set_attribute("on_external_write", "resync", "error", "ignore", "resync"),
     "skip": set_attribute("skip_nonfinite", True, False, False),
     "infinite": infinite,
     "no_grad": set_grad(lambda p: None),
     "strided": set_grad(strided),
-    "meta_grad": set_grad(lambda p: None if p.numel() else torch.zeros(0, dtype=p.dtype)),
+    "empty_grad": set_grad(lambda p: None if p.numel() else torch.zeros(0, dtype=p.dtype)),
     "measure": measure,
-    "version": lambda life, chance: torch.autograd.graph.increment_version(one(life, chance)),
-    "closure": lambda life, chance: life.opt.step(lambda: 3.0),
+    "version": lambda training, chance: torch.autograd.graph.increment_version(one(training, chance)),
+    "closure": lambda training, chance: training.opt.step(lambda: 3.0),
 }
 
 
@@ -237,7 +237,7 @@ def outcome(call: Callable[[], Any]) -> Any:
 def test_a_random_program_ends_as_the_usual_way(kind: str, seed: int) -> None:
     chance = random.Random(f"{kind} {seed}")
     groups = chance.choice([1, 1, 2])
-    lives = [Life(kind, groups, usual) for usual in (False, True)]
+    both = [Training(kind, groups, usual) for usual in (False, True)]
     done = list[str]()
     acts = chance.sample(sorted(ACTS), 4)  # with all of them, hardly a step would repeat the one before
     for _ in range(60):
@@ -245,14 +245,14 @@ def test_a_random_program_ends_as_the_usual_way(kind: str, seed: int) -> None:
         own, backward, step = chance.random(), chance.randrange(1 << 30), chance.random() < 0.9
         done.append(act)
         outcomes = []
-        for life in lives:
-            life.backward(backward)
-            outcomes.append([outcome(lambda: ACTS[act](life, random.Random(own)))] if act else [])  # noqa: B023
+        for training in both:
+            training.backward(backward)
+            outcomes.append([outcome(lambda: ACTS[act](training, random.Random(own)))] if act else [])  # noqa: B023
             if step:
-                outcomes[-1].append(outcome(life.step))
-            outcomes[-1].append(life.weights())
+                outcomes[-1].append(outcome(training.step))
+            outcomes[-1].append(training.weights())
         assert outcomes[0] == outcomes[1], done
-    assert lives[0].states() == lives[1].states(), done
+    assert both[0].states() == both[1].states(), done
 
 
 def calls_of(step: Callable[[], Any]) -> int:
@@ -277,10 +277,10 @@ def test_the_fifth_step_is_a_repetition(kind: str, groups: int) -> None:
     """Otherwise the test above compares the usual way with itself."""
     counts = []
     for usual in (False, True):
-        life = Life(kind, groups, usual)
+        training = Training(kind, groups, usual)
         for seed in range(4):
-            life.backward(seed)
-            life.step()
-        life.backward(4)
-        counts.append(calls_of(life.opt.step))
+            training.backward(seed)
+            training.step()
+        training.backward(4)
+        counts.append(calls_of(training.opt.step))
     assert counts[0] < 0.8 * counts[1], counts

@@ -102,7 +102,7 @@ class DeviceStep:
 
     def record_addresses(self) -> None:
         """Records the addresses of the weights of members without an all-gather, if any member has an fp32 master. From
-        now on `run` with in_place=True raises if one of these weights has moved."""
+        now on a call with in_place=True raises if one of these weights has moved."""
         has_fp32_master = any(m.kinds.master == "master_param" for m in self.members)
         own = [batch.weights for batch in self.batches if batch.gather is None]
         self._addresses = param_form.address_signature(own[0]) if has_fp32_master and own else 0
@@ -162,30 +162,21 @@ class DeviceStep:
         hyper: HyperparameterTable,
         scalars: Sequence[Tensor],
         external: int,
-        in_place: bool,
+        in_place: bool = False,
     ) -> tuple[Any, ...]:
-        """Returns the arguments of the operator's call for one batch; those of `run`."""
+        """Returns the arguments of the operator's call for one batch. grads: of the batch. scalars: grad_scale,
+        clip_coef, found_inf, and two counters (see `OptimizerStates.counts`). external: tx_external_write. in_place:
+        see `record_addresses`."""
         addresses = self._addresses if in_place and batch.gather is None else 0
         fixed = (self._states, batch.slices, hyper.lrs, hyper.groups, batch.meta)
         own = (*hyper.shared, external, batch.signature, *self._averaging, addresses)
         return (batch.weights, grads, *fixed, *scalars, *own)
 
-    def run(
-        self,
-        batch: StepBatch,
-        grads: list[Tensor],
-        hyper: HyperparameterTable,
-        scalars: Sequence[Tensor],
-        external: int,
-        in_place: bool = False,
-    ) -> None:
-        """Calls the operator for one batch. grads: of the batch. scalars: grad_scale, clip_coef, found_inf, and two
-        counters (see `OptimizerStates.counts`). external: tx_external_write. in_place: see `record_addresses`. The
-        caller increments the parameters' version counters, after the last batch. RuntimeError, naming the parameter,
-        where the operator rejects an argument: nothing is written then."""
+    def run(self, batch: StepBatch, arguments: tuple[Any, ...]) -> None:
+        """Calls the operator for one batch. The caller increments the parameters' version counters, after the last
+        batch. RuntimeError, naming the parameter, where the operator rejects an argument: nothing is written then."""
         if not batch.weights:
             return
-        arguments = self.arguments(batch, grads, hyper, scalars, external, in_place)
         try:
             ops.call_unversioned(OPERATOR, *arguments, notes=batch.notes)
         except RuntimeError as refusal:

@@ -37,7 +37,7 @@ class ReleasedStep:
         batch = self._batches.get(rows)
         if batch is None:
             batch = self._batches[rows] = device.batch_of(list(rows))
-        device.run(batch, grads, self._hyper, self._scalars, self._external)
+        device.run(batch, device.arguments(batch, grads, self._hyper, self._scalars, self._external))
         torch.autograd.graph.increment_version(params)
 
 

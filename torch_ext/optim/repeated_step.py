@@ -78,7 +78,7 @@ class RepeatedStep:
         states, shards = self._states, self._shards
         return (
             shards is not None
-            and shards.repeats
+            and shards.still_plain
             and self._scaling.is_idle()
             and not self._in_backward
             and states.optimizer.on_external_write != "error"

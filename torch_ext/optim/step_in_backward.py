@@ -48,7 +48,7 @@ class StepInBackward:
             if batch is not None and batch.rows is not None and batch.gather not in shared:
                 parts = [owner.part(plan.device.members[i].param) for i in batch.rows]
                 self._stepped.add(batch.gather)
-                plan.device.run(batch, parts, hyper, scalars, external)
+                plan.device.run(batch, plan.device.arguments(batch, parts, hyper, scalars, external))
 
         return step
 

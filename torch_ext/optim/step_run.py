@@ -140,7 +140,9 @@ class StepRun:
             self._row = 1
 
     def _call(self, batch: StepBatch, counts: Tensor, external: int) -> None:
-        self._plan.device.run(batch, batch.of(self._on_device), self._hyper, (*self._scalars, counts), external, True)
+        device, scalars = self._plan.device, (*self._scalars, counts)
+        grads = batch.of(self._on_device)
+        device.run(batch, device.arguments(batch, grads, self._hyper, scalars, external, in_place=True))
 
 
 def check_signals(plan: StepPlan, counts: Tensor, on_external_write: str) -> None:

@@ -58,7 +58,7 @@ class ShardMap:
         return [tensor_of(p) for p, is_one in zip(self.params, self._dtensors, strict=True) if is_one]
 
     @property
-    def repeats(self) -> bool:
+    def still_plain(self) -> bool:
         """Whether every parameter is still updated as a whole, as a plain tensor, and nobody listens; as of the last
         call of `fits`. Cheaper than `fits`, and False more often."""
         return self.plain and not self._listeners and reducer_registry.generation == self._generation
