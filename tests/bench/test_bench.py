@@ -80,13 +80,16 @@ def test_every_row_has_its_figures(ran: Ran) -> None:
     assert [peer.what for peer in PEERS if not any(what.startswith(peer.what) for what in there)] == []
 
 
+# What is said of figures that are a difference of two times: on a busy machine one round of it may be below zero.
+DIFFERENCES = ("without a read of the weights", "over plain backward")
+
+
 def test_figures_are_finite_and_between_their_extremes(ran: Ran) -> None:
     for figure in ran.found["figures"]:
         numbers = [figure["least"], figure["median"], figure["most"], *figure["beside"].values()]
         assert all(map(math.isfinite, numbers)), figure
         assert figure["least"] <= figure["median"] <= figure["most"], figure
-        # A difference of two times may be below zero if the machine is busy.
-        assert figure["least"] > 0 or "without a read of the weights" in figure["what"], figure
+        assert figure["least"] > 0 or any(of in figure["what"] for of in DIFFERENCES), figure
 
 
 def test_machine_and_settings_come_first(ran: Ran) -> None:
