@@ -16,6 +16,7 @@ from training import POLICIES, bits, everything, params_of, policy_of, set_grads
 
 import torch_ext
 from torch_ext.optim.state import access
+from torch_ext.tensors import dense
 
 BF16 = torch.bfloat16
 MOMENT = "exp_avg"
@@ -101,7 +102,6 @@ WAYS: dict[str, Callable[[torch.optim.Optimizer, Tensor], dict[str, Any]]] = {
     "copy.copy": lambda o, p: copy.copy(o.state)[p],
     "or": lambda o, p: (o.state | {})[p],
     "reversed or": lambda o, p: ({} | o.state)[p],
-    "state_dict": lambda o, p: o.state_dict()["state"][1],
     "copy.copy of the optimizer": lambda o, p: copy.copy(o).state[p],
 }
 
@@ -195,7 +195,32 @@ def test_loading_into_a_new_optimizer_hands_out_nothing_and_into_its_own_keeps_t
     second.load_state_dict(saved)
     steps(second, range(2, 3))
     first.load_state_dict(saved)
-    assert access.exposed(first.state), "its tensors are still those of `saved`"
+    assert access.lent(first.state), "its memory is still that of `saved`"
+
+
+@pytest.mark.parametrize("kind", POLICIES)
+def test_a_state_dict_hands_out_no_state_tensor(kind: str) -> None:
+    """Its tensors are others on the same memory, so that a step need not look for others in the place of its own. To
+    write to a master through one of them is as to write to the master."""
+    optimizer, twin = (torch_ext.AdamW(params_of(kind), lr=1e-2, policy=policy_of(kind)) for _ in range(2))
+    for o in (optimizer, twin):
+        steps(o, range(2))
+    with torch.inference_mode():
+        saved = optimizer.state_dict()["state"][1]
+    ordinary = {key: value for key, value in saved.items() if isinstance(value, dense.SharingTensor)}
+    assert "step" in ordinary and not any(map(Tensor.is_inference, ordinary.values()))
+    if "master_param" in ordinary:
+        own = twin.state[twin.param_groups[0]["params"][1]]["master_param"]
+        for master in (ordinary["master_param"], own):
+            master.mul_(2)
+    for o in (optimizer, twin):
+        train(o, range(2, 4))
+    assert optimizer.external_writes() == twin.external_writes()
+    for value in ordinary.values():
+        value.data = torch.zeros(3)
+    steps(optimizer, range(4, 5))
+    train(twin, range(4, 5))
+    assert everything(optimizer) == everything(twin)
 
 
 def test_state_is_copied_and_pickled_as_torchs() -> None:

@@ -181,9 +181,10 @@ class OptimizerBase(SavedOptimizer):
                 entries[key] = host.put(key, value.state) if value.host else value.state
         super().__setstate__({key: value for key, value in state.items() if key not in ("_counts", "_host", "_forms")})
         if not isinstance(entries, access.TrackedState):  # a shallow copy of an optimizer shares its state
-            # No code outside the optimizer has loaded states, unless opt.state was exposed before the load.
+            # No code outside the optimizer has loaded states, unless it had them before the load.
             exposed = not loaded or (len(before) > 0 and access.exposed(before))
-            self.state = access.TrackedState.of(entries, exposed, make=self._make_first_state)
+            lent = len(before) > 0 and access.lent(before)
+            self.state = access.TrackedState.of(entries, exposed, lent, self._make_first_state)
         forms = dict(state.get("_forms", {}))  # none in a load, whose states are for the parameters as they are now
         self._assemble(host, counts, forms, known)
         self._states.note_forms(self._states.all_params())

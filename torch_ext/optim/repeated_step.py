@@ -20,7 +20,7 @@ from torch_ext.native import graph_capture, ops
 from torch_ext.optim.current_hyper import CurrentHyper
 from torch_ext.optim.device_step import OPERATOR, StepBatch
 from torch_ext.optim.grad_scaling import GradScaling
-from torch_ext.optim.state import access, masters
+from torch_ext.optim.state import masters
 from torch_ext.optim.step_in_backward import StepInBackward
 from torch_ext.optim.step_plan import StepPlan
 from torch_ext.params.param_groups import HyperparameterTable
@@ -56,7 +56,7 @@ class RepeatedStep:
         """Takes a step and returns True; returns False, and has written nothing, where step() must take it the usual
         way."""
         plan, batch, states = self._followed, self._batch, self._states
-        if plan is None or batch is None or not self._fits():
+        if plan is None or batch is None or not self._fits(plan):
             return False
         try:
             hyper = self._hyper.table(states.optimizer.adamw_groups, states.counts.device, keeps=False)
@@ -72,7 +72,7 @@ class RepeatedStep:
         self._scaling.clipped_in_place = False
         return True
 
-    def _fits(self) -> bool:
+    def _fits(self, plan: StepPlan) -> bool:
         """Whether a step now would do the same as the one before, as far as it is not up to parameters, gradients and
         groups."""
         states, shards = self._states, self._shards
@@ -82,7 +82,7 @@ class RepeatedStep:
             and self._scaling.is_idle()
             and not self._in_backward
             and states.optimizer.on_external_write != "error"
-            and not access.exposed(states.state)
+            and plan.same_states(states.state)
             and not graph_capture.is_capturing(states.counts.device)
         )
 

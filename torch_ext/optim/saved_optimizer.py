@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torch_ext.native.untraced import untraced
 from torch_ext.optim.optimizer_states import OptimizerStates
-from torch_ext.optim.state import load, save
+from torch_ext.optim.state import access, load, save
 from torch_ext.optim.state.averaging import NO_AVERAGING, Averaging
 from torch_ext.optim.step_label import LabelledOptimizer
 from torch_ext.optim.stepper import Stepper
@@ -37,11 +37,11 @@ class SavedOptimizer(LabelledOptimizer):
         """Returns the state in torch's format: step, exp_avg, exp_avg_sq of each parameter, and master_param (fp32)
         where it has a master.
 
-        The tensors are logical: 8-bit and 16-bit scaled moments are decoded, masters reconstructed. A tensor that is
-        stored in its logical form is returned itself. Any other is decoded when it is read; until then it changes with
-        the training. Missing state is created (moments are zero, a master is its weight), which changes no weight and
-        no step count. An in-place write to these tensors, as by torch.distributed.checkpoint.load, changes the
-        optimizer's state, as `load_state_dict` with them would. It changes no weight, so load the model as well.
+        The tensors are logical: 8-bit and 16-bit scaled moments are decoded, masters reconstructed. One that is stored
+        in its logical form shares its memory with the optimizer's. Any other is decoded when it is read; until then it
+        changes with the training. Missing state is created (moments are zero, a master is its weight), which changes no
+        weight and no step count. An in-place write to these tensors, as by torch.distributed.checkpoint.load, changes
+        the optimizer's state, as `load_state_dict` with them would. It changes no weight, so load the model as well.
 
         Never collective. The state of a DTensor is DTensors. Where parameters are sharded over the ranks (strategies
         optim and optim_grads) tensors have the parameter's shape, but this rank's part of the elements only.
@@ -92,7 +92,8 @@ class SavedOptimizer(LabelledOptimizer):
         self._states.make_all()
         handle = self.register_state_dict_post_hook(cast(Any, save.logical), prepend=True)  # before all other hooks
         try:
-            return super().state_dict()
+            with access.lending(self._states.state):
+                return super().state_dict()
         finally:
             handle.remove()
 

@@ -6,7 +6,7 @@ torch wraps the step() of each class of optimizers. The wrapper calls hooks, and
 labels the step in a profile ("Optimizer.step#AdamW.step"). Whether or not a profiler records it, the region takes 35 us
 on a core where our Python code of a whole step of 148 tensors takes 80. So while none records, and no hook is to be
 called before the step, we call the step as that wrapper does, only without the region. In all other cases, and while
-torch.compile traces, we call torch's wrapper.
+torch.compile looks at calls, we call torch's wrapper.
 """
 
 import functools
@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from torch.optim import optimizer as torch_optimizer
+
+from torch_ext.native.untraced import may_trace, while_untraced
 
 
 class LabelledOptimizer(torch.optim.Optimizer):
@@ -34,10 +36,11 @@ class LabelledOptimizer(torch.optim.Optimizer):
 
 def _labelled_if_recorded(labelled: Callable[..., Any], step: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that calls `labelled`, torch's wrapper of `step`, if hooks or a profiler need it."""
+    step = while_untraced(step)
 
     @functools.wraps(labelled)
     def stepped(*args: Any, **options: Any) -> Any:
-        if torch.compiler.is_compiling() or _needs_label(args[0]):
+        if torch.compiler.is_compiling() or may_trace() or _needs_label(args[0]):
             return labelled(*args, **options)
         result = step(*args, **options)
         optimizer = args[0]

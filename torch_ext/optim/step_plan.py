@@ -85,6 +85,13 @@ class StepPlan:
             and (not access.exposed(state) or self._holds(state))
         )
 
+    def same_states(self, state: State) -> bool:
+        """Whether states and masters are as they were after the last step, as far as code outside the optimizer may
+        have changed them."""
+        return not access.lent(state) or (
+            (not access.exposed(state) or self._holds(state)) and self.writes.masters_unchanged()
+        )
+
     def _holds(self, state: State) -> bool:
         values = _values_of(state)
         same = len(values) == len(self._values) and all(map(operator.is_, values, self._values))
@@ -150,7 +157,7 @@ class StepPlan:
         """Returns the members with an fp32 master whose weight or master may have been modified outside the optimizer
         since the two were last in sync. Weights with a remainder are not among them: the step's operator compares all
         of their elements with checksums."""
-        found = self.writes.modified(masters=access.exposed(self._state))
+        found = self.writes.modified(masters=access.lent(self._state))
         if self.host is None:
             return found
         known = {id(m) for m in found}
@@ -163,7 +170,7 @@ class StepPlan:
         if masters:
             self.note_moved()
         # The version counters of weights that are stepped as views or copies, or elsewhere, are incremented more often.
-        self.writes.mark_synced(masters or access.exposed(self._state), counted and not self._indirect_params)
+        self.writes.mark_synced(masters or access.lent(self._state), counted and not self._indirect_params)
 
 
 def _matrix_step(members: list[ParamState], optimizer: "Settings") -> "MatrixStep | None":

@@ -170,8 +170,9 @@ def refuse_overlap(params: Sequence[Tensor], names: Sequence[str]) -> None:
 _MAX_SHARING = 1 << 16
 
 
-as_plain: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
-"""Context in which torch does not check each SharingTensor for overrides; the check costs more than the operator."""
+as_plain: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction
+"""Context in which torch asks neither a SharingTensor nor a mode (torch.set_default_device() leaves one on) whether it
+overrides a call, which takes longer than to read an attribute."""
 
 
 def send_by_value(kind: type[Tensor]) -> None:
@@ -200,6 +201,11 @@ class SharingTensor(Tensor):
 
 
 send_by_value(SharingTensor)
+
+
+def alias(t: Tensor) -> Tensor:
+    """Returns another tensor of t's class on t's memory, with its version counter."""
+    return t.detach().as_subclass(type(t))
 
 
 def zeros_like(wanted: Sequence[tuple[Tensor, torch.dtype]]) -> list[Tensor]:

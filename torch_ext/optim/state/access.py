@@ -4,8 +4,13 @@ Note: the arguments of a step refer to state tensors, so a step would have to co
 thousand small parameters these are three thousand comparisons, which take 0.8 to 1.9 ms where the step itself takes 0.9
 to 1.3 ms (fp32, bf16 with masters; AVX-512, one thread). So opt.state records whether it ever handed out an entry: as
 long as it has not, nothing can have changed, and no tensor is compared.
+
+A state_dict, which frameworks ask for before the first step already, hands out no entry: its tensors are others, on the
+same memory. Through them values can be written, which matters for masters only (see write_check.py), but no tensor can
+be replaced. So opt.state records that apart (`lent`).
 """
 
+import contextlib
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -17,11 +22,11 @@ Entry: TypeAlias = dict[str, Any]
 
 
 def _exposing(name: str) -> Callable[..., Any]:
-    """Returns the method of defaultdict with this name, extended to set `exposed`."""
+    """Returns the method of defaultdict with this name, extended to count in `exposed`."""
     method = getattr(defaultdict, name)
 
     def marked(self: "TrackedState", *arguments: Any, **options: Any) -> Any:
-        self.exposed = True
+        self.exposed += 1
         return method(self, *arguments, **options)
 
     marked.__name__, marked.__doc__ = name, method.__doc__
@@ -29,20 +34,24 @@ def _exposing(name: str) -> Callable[..., Any]:
 
 
 class TrackedState(defaultdict[Tensor, Entry]):
-    """A defaultdict(dict), as torch's, that sets `exposed` when an entry is read or written. Looking at keys does not.
+    """A defaultdict(dict), as torch's, that counts in `exposed` how often entries are read or written. Looking at keys
+    does not count.
 
-    The optimizer itself uses `entry`, `peek` and `entries`. They do not set `exposed`, and work on any dict that was
-    assigned to opt.state in place of this one.
+    The optimizer itself uses `entry`, `peek` and `entries`. They do not count, and work on any dict that was assigned
+    to opt.state in place of this one.
     """
 
-    exposed = True  # the default, for copies: code outside the optimizer has made them
+    exposed = 1  # the default, for copies: code outside the optimizer has made them
+    lent = False  # whether memory of state tensors was handed out, but no entry
     _make: "weakref.WeakMethod[Callable[[], None]] | None" = None
 
     @classmethod
-    def of(cls, entries: dict[Tensor, Entry], exposed: bool, make: Callable[[], None] | None = None) -> "TrackedState":
+    def of(
+        cls, entries: dict[Tensor, Entry], exposed: bool, lent: bool = False, make: Callable[[], None] | None = None
+    ) -> "TrackedState":
         """make: a method of the optimizer that creates missing state (see `__bool__`)."""
         kept = cls(dict, entries)
-        kept.exposed = exposed
+        kept.exposed, kept.lent = int(exposed), lent
         kept._make = None if make is None else weakref.WeakMethod(make)
         return kept
 
@@ -58,8 +67,8 @@ class TrackedState(defaultdict[Tensor, Entry]):
             make()
         return len(self) > 0
 
-    # Where __iter__ is overridden, C code that copies a dict, as {**d} does, calls keys() and __getitem__, and so sets
-    # `exposed`; else it would read the entries directly.
+    # Where __iter__ is overridden, C code that copies a dict, as {**d} does, calls keys() and __getitem__, which is
+    # counted; else it would read the entries directly.
     def __iter__(self) -> Iterator[Tensor]:
         return super().__iter__()
 
@@ -90,4 +99,21 @@ def entries(state: dict[Tensor, Entry]) -> list[Entry]:
 
 def exposed(state: dict[Tensor, Entry]) -> bool:
     """Whether code outside the optimizer may have changed entries, now or earlier."""
-    return not isinstance(state, TrackedState) or state.exposed
+    return not isinstance(state, TrackedState) or state.exposed > 0
+
+
+def lent(state: dict[Tensor, Entry]) -> bool:
+    """Whether code outside the optimizer may have written to state tensors, now or earlier."""
+    return exposed(state) or state.lent  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def lending(state: dict[Tensor, Entry]) -> Iterator[None]:
+    """Context of torch's own state_dict(), which reads all entries once, while what it returns holds none of them.
+    Further reads are by other code, such as hooks."""
+    before = state.exposed if isinstance(state, TrackedState) else 0
+    yield
+    if isinstance(state, TrackedState):
+        state.lent = True
+        if state.exposed == before + 1:
+            state.exposed = before

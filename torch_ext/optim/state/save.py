@@ -30,19 +30,19 @@ def logical(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[st
 
 
 def entry_of(p: StatefulParam) -> dict[str, Any]:
-    """Returns the logical state of one parameter: tensors that are stored in logical form themselves, others as state
-    tensors.
+    """Returns the logical state of one parameter: of tensors that are stored in logical form other tensors on the same
+    memory, so that nobody can replace those (see access.py); of others state tensors.
 
     In DTensors even tensors in logical form are state tensors: where torch copies a DTensor (deepcopy, async_save), it
     assumes that the local tensor shares its storage with no other, but small states of ours share one.
     """
     weight = p.local.weight.detach()
     same_order = p.flat_shard or dense.same_order(p.stored[p.kinds.first], weight)
-    entry = {"step": p.stored["step"]}
+    entry = {"step": dense.alias(p.stored["step"])}
     for key, encoded in p.kinds.logical().items():
         what = f"{key} of {p.name}"
         if not encoded and not p.flat_shard and not local_shard.is_dtensor(p.param):
-            entry[key] = large_tensor.large(p.stored[key], what)
+            entry[key] = large_tensor.large(dense.alias(p.stored[key]), what)
         elif same_order:
             source = source_of(weight, p.stored, p.kinds, key)
             entry[key] = _placed_like(p.param, _state_tensor(p, source, what))

@@ -83,7 +83,7 @@ class WriteCheck:
 
     def modified(self, masters: bool) -> list[ParamState]:
         """Returns the members whose weight or master may have been modified since `mark_synced`. masters: compare their
-        version counters, too, because opt.state was exposed."""
+        version counters, too, because code outside the optimizer may write to them."""
         self._seen = versions = self._versions_now()
         master_versions = self._master_versions_now() if masters else self._master_versions
         if (versions, master_versions) == (self._versions, self._master_versions):
@@ -128,6 +128,10 @@ class WriteCheck:
         optimizer: an array, and what is to be added to each. (None, 0) if there are none."""
         return (self._versions, self._own) if self._params else (None, 0)
 
+    def masters_unchanged(self) -> bool:
+        """Whether the version counters of all masters are as `mark_synced` found them."""
+        return not self._masters or self._master_versions_now() == self._master_versions
+
     def mark_repeated(self) -> None:
         """Records that masters round to their weights after a step that found all versions as `expected`, and has
         incremented each of them once."""
@@ -148,6 +152,6 @@ class WriteCheck:
     def _addresses_now(self) -> list[int]:
         return list(map(Tensor.data_ptr, self._memory_owners))
 
-    def _master_versions_now(self) -> list[int]:
+    def _master_versions_now(self) -> Versions:
         with dense.as_plain():
-            return [master._version for master in self._masters]
+            return direct_call.versions(self._masters, 0)
