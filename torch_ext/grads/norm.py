@@ -1,6 +1,7 @@
 """Computes the global gradient norm, summed over the ranks that hold shards of gradients, and the clip coefficient."""
 
 import math
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from torch_ext.comm import group_calls
 from torch_ext.grads import errors
 from torch_ext.grads import stats as grads_stats
 from torch_ext.grads.stats import ALL_FINITE, first_nonfinite
-from torch_ext.native import ops, warning
+from torch_ext.native import direct_call, ops, warning
 from torch_ext.tensors import dense
 
 _MARK = "_torch_ext_clipping"
@@ -54,11 +55,12 @@ class Clipping:
         self.stats = stats  # grad_stats_ over all ranks
         self._unscaled = unscaled  # the loss scale was known when the norm was computed, and divided out
         self.used = False
-        self._versions: dict[int, int] = {}  # id of a gradient -> its version counter
+        self._ids: list[int] = []  # of the gradients
+        self._versions = array("q")  # their version counters
 
     def attach(self, grads: Sequence[Tensor]) -> None:
         """Marks the gradients as belonging to this clip, and notes their version counters."""
-        self._versions = {id(g): g._version for g in grads}
+        self._ids, self._versions = list(map(id, grads)), direct_call.versions(list(grads), 0)
         for g in grads:
             setattr(g, _MARK, self)
 
@@ -70,7 +72,7 @@ class Clipping:
         marked = [getattr(g, _MARK, None) is self for g in grads]
         if not any(marked):
             return False
-        if all(marked) and all(self._versions.get(id(g)) == g._version for g in grads):
+        if all(marked) and self._unmodified(grads):
             return len(grads) == len(self._versions) or not self.only_measured
         if self.used or self.only_measured:
             return False
@@ -79,6 +81,14 @@ class Clipping:
             "fit them any more. Clip last, or in place with clip_grad_norm_(parameters, ...); optimizer.zero_grad() "
             "discards the clip"
         )
+
+    def _unmodified(self, grads: Sequence[Tensor]) -> bool:
+        """Whether each of these gradients has the version counter that it had in `attach`."""
+        ids, versions = list(map(id, grads)), direct_call.versions(list(grads), 0)
+        if ids == self._ids:
+            return versions == self._versions
+        known = dict(zip(self._ids, self._versions, strict=True))
+        return all(known.get(one) == version for one, version in zip(ids, versions, strict=True))
 
     def refuse_scale(self, grad_scale: Tensor) -> None:
         """Raises RuntimeError if gradients were clipped while they were still multiplied by a loss scale, which became
@@ -120,14 +130,16 @@ def measure(
     given if some gradients are shards of which other ranks hold the rest; then this is a collective call. None: each
     gradient is whole. name_of: returns the name of a gradient, for messages.
     """
-    for i, grad in enumerate(grads):
-        if grad.layout is not torch.strided:
-            errors.refuse_sparse(grad, name_of(i))
     with torch.no_grad():
         device = grads[0].device if grads else torch.device("cpu")
-        runs = [dense.contiguous(g.detach()) for g in grads]
-        stats, first_bad = grads_stats.of(runs, device) if parts is None else _summed(runs, parts, device)
-        return _decided(stats, first_bad, max_norm, grad_scale)
+        found = grads_stats.of_plain(grads, device) if parts is None else None
+        if found is None:
+            for i, grad in enumerate(grads):
+                if grad.layout is not torch.strided:
+                    errors.refuse_sparse(grad, name_of(i))
+            runs = [dense.contiguous(g.detach()) for g in grads]
+            found = grads_stats.of(runs, device) if parts is None else _summed(runs, parts, device)
+        return _decided(*found, max_norm, grad_scale)
 
 
 def _decided(stats: Tensor, first_bad: Tensor, max_norm: float, grad_scale: Tensor) -> Clipping:

@@ -119,6 +119,12 @@ def call_unversioned(name: str, *arguments: Any, notes: direct_call.Notes | None
             overload(*arguments)
 
 
+def call_directly(name: str, *arguments: Any) -> bool:
+    """Runs the operator without torch's dispatcher, and returns True; False if that is not possible, and nothing was
+    written. Increments no version counter."""
+    return direct_call.run(_operator(name).row, name, arguments)
+
+
 def repeat(
     name: str,
     arguments: Sequence[Any],

@@ -68,12 +68,11 @@ class GradScaling:
         return grad_scale, clipping.clip_coef, both
 
     def is_idle(self) -> bool:
-        """Whether a step now would neither clip, nor unscale, nor check whether gradients are finite."""
+        """Whether a step now would neither unscale nor measure gradients: if it applies anything, then `clipping`."""
         optimizer = self._states.optimizer
         attributes = vars(optimizer)
         return (
-            self.clipping is None
-            and "grad_scale" not in attributes
+            "grad_scale" not in attributes
             and "found_inf" not in attributes
             and not optimizer.skip_nonfinite
             and (self.clipped_in_place or not optimizer.policy.clip_grad)

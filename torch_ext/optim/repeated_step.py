@@ -12,11 +12,13 @@ it reads them. Whatever is not as it was leads to the usual path, which has writ
 difference again, and acts on it.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import Tensor
 
-from torch_ext.native import graph_capture, ops
+from torch_ext.grads.norm import Clipping
+from torch_ext.native import direct_call, graph_capture, ops
 from torch_ext.optim.current_hyper import CurrentHyper
 from torch_ext.optim.device_step import OPERATOR, StepBatch
 from torch_ext.optim.grad_scaling import GradScaling
@@ -25,7 +27,6 @@ from torch_ext.optim.step_in_backward import StepInBackward
 from torch_ext.optim.step_plan import StepPlan
 from torch_ext.params.param_groups import HyperparameterTable
 from torch_ext.params.shard_map import ShardMap
-from torch_ext.tensors import dense
 
 if TYPE_CHECKING:
     from torch_ext.optim.optimizer_states import OptimizerStates
@@ -62,14 +63,18 @@ class RepeatedStep:
             hyper = self._hyper.table(states.optimizer.adamw_groups, states.counts.device, keeps=False)
         except (ValueError, TypeError):
             return False  # illegal values: the usual way raises, unless there is nothing to step
-        arguments = self._current_arguments(plan, batch, hyper)
+        clipping = self._scaling.clipping
+        clipped = [] if clipping is None else _clipped_grads(plan, clipping)
+        if clipped is None:
+            return False
+        arguments = self._current_arguments(plan, batch, hyper, clipping)
         groups = states.groups
         params = groups[0]["params"] if len(groups) == 1 else states.all_params()
         if not ops.repeat(OPERATOR, arguments, params, *plan.writes.expected, batch.notes):
             return False
         torch.autograd.graph.increment_version(plan.params)
         plan.writes.mark_repeated()
-        self._scaling.clipped_in_place = False
+        self._scaling.end_step(clipping, plan.members, clipped)
         return True
 
     def _fits(self, plan: StepPlan) -> bool:
@@ -86,13 +91,26 @@ class RepeatedStep:
             and not graph_capture.is_capturing(states.counts.device)
         )
 
-    def _current_arguments(self, plan: StepPlan, batch: StepBatch, hyper: HyperparameterTable) -> tuple[Any, ...]:
+    def _current_arguments(
+        self, plan: StepPlan, batch: StepBatch, hyper: HyperparameterTable, clipping: Clipping | None
+    ) -> tuple[Any, ...]:
         """Returns the operator's arguments; the same tuple as long as they are unchanged."""
         device, mode = plan.device, self._states.optimizer.on_external_write
         known = self._arguments_of
-        if known is None or known[0] is not hyper or known[1] != mode or known[2] != device.addresses:
-            self._arguments_of = hyper, mode, device.addresses
-            scalars = (dense.EMPTY, dense.EMPTY, dense.EMPTY, device.counters(self._states.counts, 0))
+        unchanged = known is not None and known[0] is hyper and known[1] == mode and known[2] == device.addresses
+        if clipping is not None or not unchanged:
+            self._arguments_of = None if clipping is not None else (hyper, mode, device.addresses)
+            scalars = (*self._scaling.scalars(clipping), device.counters(self._states.counts, 0))
             external = masters.EXTERNAL_MODES[mode]
             self._arguments = device.arguments(batch, [], hyper, scalars, external, in_place=True)
         return self._arguments
+
+
+def _clipped_grads(plan: StepPlan, clipping: Clipping) -> list[Tensor] | None:
+    """Returns the gradients of the plan's parameters if they are those that were clipped; else None."""
+    grads, missing = direct_call.grads(plan.params)
+    present = cast(list[Tensor], grads)
+    try:
+        return present if missing == 0 and clipping.belongs_to(present) else None
+    except RuntimeError:  # they were written since: the usual way raises
+        return None
