@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench import bench_report, gpu_peer_rows, optimizer_configs, peers, restarts, workload
+from bench import bench_report, gpu_peer_rows, optimizer_configs, other_ways, peers, restarts, small_rows, workload
 from bench.figures import Bar, Findings
 from bench.gpu_work import copy_of, waited
 from bench.optimizer_configs import CONFIGURATIONS, Stepper
@@ -234,34 +234,43 @@ def _launches(bench: Bench, name: str) -> None:
         bench.add("launches", f"{what}: kernels in a step", value, Bar(most, most, lower_is_better=True), beside)
 
 
-def _host_micros(steppers: Mapping[str, Stepper]) -> dict[str, Spread]:
+def _host_micros(steps: Mapping[str, Callable[[], object]]) -> dict[str, Spread]:
     """Returns the host's time until step() returns, in µs. All take turns. The device waits before each step, so that
     the queue is never full."""
-    micros: dict[str, list[float]] = {name: [] for name in steppers}
+    micros: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(_HOST_TURNS):
-        for name, stepper in steppers.items():
+        for name, step in steps.items():
             for _ in range(3):
-                stepper.step()
+                step()
             for _ in range(_HOST_STEPS):
                 torch.cuda.synchronize()
                 begin = time.perf_counter()
-                stepper.step()
+                step()
                 micros[name].append((time.perf_counter() - begin) * 1e6)
     torch.cuda.synchronize()
     return {name: spread(found) for name, found in micros.items()}
 
 
 def _host(bench: Bench, name: str) -> None:
-    """Measures the host's time of a step; beside it that of torch's fused AdamW in the same dtype, and of a step that
-    cannot repeat the one before, since its state was read."""
+    """Measures the host's time of a step; beside it that of torch's fused AdamW in the same dtype, of a step after
+    state_dict(), of one with a clip by its norm, and of one that may not repeat the one before."""
     configuration = CONFIGURATIONS[name]
-    ours, read = (optimizer_configs.ours(configuration, bench.model, bench.seed, _DEVICE) for _ in range(2))
-    read.step()
-    list(read.optimizer.state.values())
+    ours, saved, clipped, usual = (
+        optimizer_configs.ours(configuration, bench.model, bench.seed, _DEVICE) for _ in range(4)
+    )
     theirs = peers.torch_fused(bench.model, configuration.dtype, bench.seed, _DEVICE)
-    found = _host_micros({"ours": ours, "state was read": read, "torch fused": theirs})
+    found = _host_micros(
+        {
+            "ours": ours.step,
+            "after state_dict()": small_rows.after_saving(saved),
+            "with a clip": small_rows.clipping(clipped),
+            "not repeated": other_ways.not_repeated(usual.step),
+            "torch fused": theirs.step,
+            "torch fused with a clip": small_rows.clipping(theirs),
+        }
+    )
     what = f"{name}: µs of the host in a step of {len(bench.model)} tensors"
-    beside = {other: found[other].median for other in ("state was read", "torch fused")}
+    beside = {who: each.median for who, each in found.items() if who != "ours"}
     bench.add("host", what, found["ours"], Bar(100, 30, lower_is_better=True), beside)
 
 

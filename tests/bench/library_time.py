@@ -12,20 +12,22 @@ from torch_ext.native import direct_call
 def noting(seconds: list[float]) -> Iterator[None]:
     """While it lasts, appends the seconds of every operator call that bypasses torch's dispatcher. An operator on a GPU
     returns when its kernels are launched."""
-    known, call = direct_call.caller, direct_call.caller()
+    known = {name: getattr(direct_call, name) for name in ("caller", "repeater")}
 
-    def timed(*arguments: Any) -> int:
-        assert call is not None
-        begin = time.perf_counter()
-        status = call(*arguments)
-        seconds.append(time.perf_counter() - begin)
-        return status
+    def timing(find: Callable[[], Callable[..., int] | None]) -> Callable[[], Callable[..., int] | None]:
+        call = find()
 
-    def caller() -> Callable[..., int] | None:
-        return None if call is None else timed
+        def timed(*arguments: Any) -> int:
+            assert call is not None
+            begin = time.perf_counter()
+            status = call(*arguments)
+            seconds.append(time.perf_counter() - begin)
+            return status
 
-    direct_call.caller = caller  # type: ignore[assignment]
+        return lambda: None if call is None else timed
+
+    vars(direct_call).update({name: timing(find) for name, find in known.items()})
     try:
         yield
     finally:
-        direct_call.caller = known
+        vars(direct_call).update(known)

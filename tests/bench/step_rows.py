@@ -12,12 +12,12 @@ from bench import (
     backward_rows,
     busy_core,
     extras_rows,
-    library_time,
     muon_rows,
     optimizer_configs,
     payload_rows,
     publish_rows,
     resident_memory,
+    small_rows,
     state_rows,
     timing,
     workload,
@@ -29,8 +29,6 @@ from bench.l1 import InCache
 from bench.optimizer_configs import CONFIGURATIONS, Configuration, Stepper
 from bench.row import Bench
 from bench.timing import Spread
-from bench.workload import Shapes
-from torch_ext.native import direct_call
 
 # -- wall: the step's share of the bound. The bound is the time of memory traffic alone or, if that is longer, of the
 # kernel in the first-level cache on as many threads at once -----------------------------------------------------------
@@ -158,73 +156,6 @@ def peers(bench: Bench) -> None:
         bench.findings.points.append(Point(name, size, ns, name in CONFIGURATIONS))
 
 
-# -- small: a thousand small tensors -----------------------------------------------------------------------------------
-
-_SMALL: Shapes = [(64,)] * 1000
-_SMALL_STEPS = 10  # steps per timing: one step takes less than a millisecond
-
-
-def _several(step: Callable[[], None]) -> Callable[[], None]:
-    """Returns a function that makes _SMALL_STEPS steps."""
-
-    def steps() -> None:
-        for _ in range(_SMALL_STEPS):
-            step()
-
-    return steps
-
-
-def small(bench: Bench) -> None:
-    theirs = bench_peers.torch_fused(_SMALL, seed=bench.seed, dtype=torch.float32)
-    own = optimizer_configs.ours(CONFIGURATIONS["fp32"], _SMALL, bench.seed)
-    contenders: dict[str, Callable[[], object]] = {"torch fused": _several(theirs.step), "ours": _several(own.step)}
-    times = bench.run("small", contenders, bench.rounds)
-    us = {who: statistics.median(times[who]) / _SMALL_STEPS / len(_SMALL) * 1e6 for who in contenders}
-    beside = {"ours, us a tensor": us["ours"], "torch fused, us a tensor": us["torch fused"]}
-    value = timing.ratio(times, "torch fused", "ours")
-    bench.add("small", "1000 tensors of 64, fp32: torch fused / ours", value, Bar(2.5, 4.0), beside)
-    for name in CONFIGURATIONS:
-        _host_time(bench, name)
-
-
-def _host_time(bench: Bench, name: str) -> None:
-    """Times GPT-2's 148 tensors with so few elements that a step is everything but arithmetic."""
-    shapes = workload.gpt2(2, 3, 2)
-    own = optimizer_configs.ours(CONFIGURATIONS[name], shapes, bench.seed)
-    theirs = bench_peers.torch_fused(shapes, seed=bench.seed, dtype=torch.float32)
-
-    def dispatched() -> None:
-        """Steps through torch's dispatcher, as torch_ext does where it cannot call the library directly."""
-        run, direct_call.run = direct_call.run, lambda *_: False
-        try:
-            own.step()
-        finally:
-            direct_call.run = run
-
-    in_library: list[float] = []
-
-    def timed() -> None:
-        with library_time.noting(in_library):
-            own.step()
-
-    steps = {"torch fused": theirs.step, "dispatched": dispatched, "ours": own.step, "timed": timed}
-    times = bench.run(f"small, {name}", {who: _several(step) for who, step in steps.items()}, bench.rounds)
-    beside = {who: statistics.median(times[who]) / _SMALL_STEPS * 1e6 for who in ("ours", "torch fused")}
-    beside = {f"us a step, {who}": us for who, us in beside.items()}
-    if in_library:
-        beside["us of ours in C"] = statistics.median(in_library) * 1e6
-    what = f"{name}: 148 tensors of 2 to 16"
-    bench.add(
-        "small", f"{what}: torch fused, fp32 / ours", timing.ratio(times, "torch fused", "ours"), Bar(2, 4), beside
-    )
-    bench.add(
-        "small",
-        f"{what}: through torch's dispatcher / past it",
-        timing.ratio(times, "dispatched", "ours"),
-        Bar(1.05, 1.2),
-    )
-
-
 # -- neighbour: the longest of many steps while another process keeps one core busy ------------------------------------
 
 _NEIGHBOUR_STEPS = 50
@@ -264,7 +195,7 @@ def memory(bench: Bench) -> None:
         bench.add("memory", f"{name}: resident bytes per parameter", Spread(*[storage] * 3), bar, beside)
 
 
-_STEPS = (wall, gpt2, peers, small, neighbour, memory)
+_STEPS = (wall, gpt2, peers, small_rows.small, neighbour, memory)
 _STATE = (state_rows.external, state_rows.offload, state_rows.host, state_rows.checkpoint)
 _BACKWARD = (backward_rows.gradients, backward_rows.release)
 _PUBLISH = (publish_rows.publisher, publish_rows.deltas, payload_rows.payload)

@@ -88,6 +88,15 @@ def starred(state: dict[Tensor, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
     return {"before": {}, **state}
 
 
+def hooked(optimizer: torch.optim.Optimizer) -> dict[Tensor, dict[str, Any]]:
+    """Reads the state within state_dict(), which by itself hands out none of it."""
+    found: dict[Tensor, dict[str, Any]] = {}
+    handle = optimizer.register_state_dict_pre_hook(lambda o: found.update(dict(o.state)))
+    optimizer.state_dict()
+    handle.remove()
+    return found
+
+
 # Every way for other code to get at the state of a parameter.
 WAYS: dict[str, Callable[[torch.optim.Optimizer, Tensor], dict[str, Any]]] = {
     "item": lambda o, p: o.state[p],
@@ -102,6 +111,7 @@ WAYS: dict[str, Callable[[torch.optim.Optimizer, Tensor], dict[str, Any]]] = {
     "copy.copy": lambda o, p: copy.copy(o.state)[p],
     "or": lambda o, p: (o.state | {})[p],
     "reversed or": lambda o, p: ({} | o.state)[p],
+    "a hook of state_dict": lambda o, p: hooked(o)[p],
     "copy.copy of the optimizer": lambda o, p: copy.copy(o).state[p],
 }
 

@@ -100,7 +100,7 @@ def repeat(
     arguments: of an earlier call, whose first entry has the parameters; the second one, of the gradients, is ignored.
     params: the parameters now. versions, own: their version counters are versions + own; None: they are not compared.
     """
-    call = _repeater()
+    call = repeater()
     if call is None:
         return False
     address = None if versions is None else versions.buffer_info()[0]
@@ -115,7 +115,7 @@ def repeat(
 
 
 @functools.cache
-def _repeater() -> Callable[..., int] | None:
+def repeater() -> Callable[..., int] | None:
     """Returns tx_torch_repeat; None where `caller` returns None."""
     if caller() is None:
         return None
