@@ -235,6 +235,20 @@ def test_a_step_is(direct: list[bool]) -> None:
     assert direct == [True]
 
 
+def test_a_step_after_one_that_found_a_written_master_is(direct: list[bool]) -> None:
+    """It repeats that one: what was written is noticed once."""
+    p = torch.nn.Parameter(torch.ones(300, dtype=torch.bfloat16))
+    opt = AdamW([p], lr=1e-2)
+    p.grad = torch.ones_like(p)
+    opt.step()
+    opt.state_dict()["state"][0]["master_param"].mul_(2)
+    for expected in (True, False):
+        direct.clear()
+        opt.step()
+        assert bool(direct) == expected
+    assert opt.external_writes() == 300
+
+
 def test_a_call_that_repeats_is_checked(direct: list[bool]) -> None:
     """`notes` keep what a call has checked. A repeated call has the same bits, and one that reads memory which it
     writes, or gets gradients of another dtype, is rejected nevertheless."""

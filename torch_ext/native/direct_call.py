@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._device import DeviceContext
 
 from torch_ext.native import library
 
@@ -41,7 +42,7 @@ def _only_default_device() -> bool:
     mode that changes calls which make tensors, but takes 2 us for each attribute that is read as well."""
     if torch._C._len_torch_function_stack() != 1 or not _none_intercepts(function_modes=1):
         return False
-    return type(torch._C._get_function_stack_at(0)) is torch.utils._device.DeviceContext
+    return type(torch._C._get_function_stack_at(0)) is DeviceContext
 
 
 @functools.cache
