@@ -249,6 +249,32 @@ def test_a_step_after_one_that_found_a_written_master_is(direct: list[bool]) -> 
     assert opt.external_writes() == 300
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo does not know")
+@pytest.mark.parametrize("traced", [False, True])
+def test_what_torch_compile_must_not_trace_is_wrapped_while_it_looks_at_calls(
+    monkeypatch: pytest.MonkeyPatch, traced: bool
+) -> None:
+    """torch.compiler.disable's wrapper, which does nothing while no callback is set, is left out then."""
+    seen = list[bool]()
+    compiled = torch.compile(lambda x: (seen.append(torch_ext.native.untraced.may_trace()), x + 1)[1], backend="eager")
+    if traced:
+        compiled(torch.ones(1))
+    assert seen == [True] * traced and not torch_ext.native.untraced.may_trace()
+    monkeypatch.setattr("torch_ext.optim.step_label.may_trace", lambda: traced)
+    p = torch.nn.Parameter(torch.ones(8))
+    p.grad = torch.ones(8)
+    opt, opened = AdamW([p]), list[str]()
+    region = torch.autograd.profiler.record_function
+
+    def noting(name: str) -> Any:
+        opened.append(name)
+        return region(name)
+
+    monkeypatch.setattr(torch.autograd.profiler, "record_function", noting)
+    opt.step()
+    assert opened == ["Optimizer.step#AdamW.step"] * traced
+
+
 def test_a_call_that_repeats_is_checked(direct: list[bool]) -> None:
     """`notes` keep what a call has checked. A repeated call has the same bits, and one that reads memory which it
     writes, or gets gradients of another dtype, is rejected nevertheless."""

@@ -195,6 +195,11 @@ def write_saved(training: Training, chance: random.Random) -> None:
         value.data = torch.zeros(3)
 
 
+def default_device(training: Training, chance: random.Random) -> None:
+    with torch.device("cpu"):
+        training.step()
+
+
 def set_grad(make: Callable[[torch.nn.Parameter], torch.Tensor | None]) -> Act:
     def act(training: Training, chance: random.Random) -> None:
         p = one(training, chance)
@@ -227,6 +232,7 @@ ACTS: dict[str, Act] = {
     "clip_params": lambda training, chance: torch_ext.clip_grad_norm_(training.params, 0.01),
     "offload": offload,
     "edit_state": edit_state,
+    "default_device": default_device,
     "read": lambda training, chance: len(list(training.opt.state.values())),
     "save": save,
     "write_saved": write_saved,

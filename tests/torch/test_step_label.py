@@ -10,7 +10,6 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import torch_ext
-from torch_ext.native import untraced
 
 
 class Unchanged(torch_ext.AdamW):
@@ -126,27 +125,3 @@ def test_a_step_leaves_the_grad_mode(records: bool, fails: bool) -> None:
         except (RuntimeError, ValueError):
             assert fails
         assert torch.is_grad_enabled() == records
-
-
-@pytest.mark.filterwarnings("ignore:Dynamo does not know")
-@pytest.mark.parametrize("traced", [False, True])
-def test_what_torch_compile_must_not_trace_is_wrapped_while_it_looks_at_calls(
-    monkeypatch: pytest.MonkeyPatch, traced: bool
-) -> None:
-    """torch.compiler.disable's wrapper, which does nothing while no callback is set, is left out then."""
-    seen = list[bool]()
-    compiled = torch.compile(lambda x: (seen.append(untraced.may_trace()), x + 1)[1], backend="eager")
-    if traced:
-        compiled(torch.ones(1))
-    assert seen == [True] * traced and not untraced.may_trace()
-    monkeypatch.setattr("torch_ext.optim.step_label.may_trace", lambda: traced)
-    opened = list[str]()
-    region = torch.autograd.profiler.record_function
-
-    def noting(name: str) -> Any:
-        opened.append(name)
-        return region(name)
-
-    monkeypatch.setattr(torch.autograd.profiler, "record_function", noting)
-    made(torch_ext.AdamW).step()
-    assert opened == ["Optimizer.step#AdamW.step"] * traced

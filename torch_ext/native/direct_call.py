@@ -9,13 +9,13 @@ operator then raises the error.
 
 import ctypes
 import functools
+import sys
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._device import DeviceContext
 
 from torch_ext.native import library
 
@@ -42,7 +42,8 @@ def _only_default_device() -> bool:
     mode that changes calls which make tensors, but takes 2 us for each attribute that is read as well."""
     if torch._C._len_torch_function_stack() != 1 or not _none_intercepts(function_modes=1):
         return False
-    return type(torch._C._get_function_stack_at(0)) is DeviceContext
+    modes = sys.modules.get("torch.utils._device")  # imported with the first default device
+    return modes is not None and type(torch._C._get_function_stack_at(0)) is modes.DeviceContext
 
 
 @functools.cache
