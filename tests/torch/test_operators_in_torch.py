@@ -255,7 +255,6 @@ def test_what_torch_compile_must_not_trace_is_wrapped_while_it_looks_at_calls(
     monkeypatch: pytest.MonkeyPatch, traced: bool
 ) -> None:
     """torch.compiler.disable's wrapper, which does nothing while no callback is set, is left out then."""
-    monkeypatch.setattr("torch.optim.optimizer._global_optimizer_pre_hooks", {})  # torch_ext.offload() leaves one
     seen = list[bool]()
     compiled = torch.compile(lambda x: (seen.append(torch_ext.native.untraced.may_trace()), x + 1)[1], backend="eager")
     if traced:

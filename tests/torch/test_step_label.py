@@ -112,6 +112,16 @@ def test_a_pre_hook_may_replace_the_arguments() -> None:
     assert opt.step() == 7
 
 
+@pytest.mark.parametrize("returned", [(), (1, 2, 3), [(), {}], 0])
+def test_a_pre_hook_that_returns_something_else_is_an_error_as_with_torch(returned: Any) -> None:
+    for kind in (torch_ext.AdamW, torch.optim.AdamW):
+        opt = made(kind)
+        opt.register_step_pre_hook(lambda *_: returned)
+        with pytest.raises(RuntimeError, match="must return None or a tuple of .new_args, new_kwargs."):
+            opt.step()
+        assert opt.param_groups[0]["params"][0].tolist() == [1.0] * 8
+
+
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("records", [False, True])
 def test_a_step_leaves_the_grad_mode(records: bool, fails: bool) -> None:

@@ -122,7 +122,7 @@ uint32_t Vote(bool value);
 void SyncThreads();
 void SyncWarp();
 // A copy of 16, 8 or 4 bytes, to which both addresses must be aligned, into shared memory. It is made now or as late as
-// possible: when the lane waits for its copies. Until then `to` has other bytes.
+// possible: when the lane waits for its copies. Until then `to` has other bytes, and no other copy may go there.
 void CopyAsync(void *to, const void *from, int bytes);
 void WaitForCopies();
 // Copies since the last group become one. Waiting for groups makes all but those of the `later` newest ones.

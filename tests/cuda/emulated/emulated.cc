@@ -92,6 +92,7 @@ struct Copy {
   const char *from;
   size_t bytes;
   int group;
+  bool at_once;  // it was made when it began
 };
 
 struct Fiber {
@@ -100,7 +101,7 @@ struct Fiber {
   unsigned lane = 0;
   Warp *warp = nullptr;
   uint64_t exchanges = 0;
-  std::vector<Copy> copies;  // asynchronous copies that are not made yet
+  std::vector<Copy> copies;  // asynchronous copies that the lane has not waited for
   int group = 0;             // of the next copy
   bool done = false;
   std::unique_ptr<char[]> stack{new char[kStack]};
@@ -297,25 +298,28 @@ void CopyAsync(void *to, const void *from, int bytes) {
     Fail("an odd asynchronous copy");
   // See Note [aligned cells] in cuda/async_copy.h.
   if (bytes == 16 && (reinterpret_cast<uintptr_t>(to) - 16 * Lane()) % 128 != 0) Fail("copies that read sectors twice");
-  Copy copy = {static_cast<char *>(to), static_cast<const char *>(from), static_cast<size_t>(bytes),
-               block.current->group};
-  world.copied.push_back({copy.from, bytes});
   world.copies = world.copies * 1664525u + 1013904223u;
-  if (world.copies >> 31) {
+  const Copy copy = {static_cast<char *>(to), static_cast<const char *>(from), static_cast<size_t>(bytes),
+                     block.current->group, world.copies >> 31 != 0};
+  for (const Copy &other : block.current->copies)
+    if (copy.to < other.to + other.bytes && other.to < copy.to + copy.bytes)
+      Fail("two copies to one place, which may be made in any order");
+  world.copied.push_back({copy.from, bytes});
+  if (copy.at_once) {
     std::memcpy(to, from, copy.bytes);
-    return;
+  } else {
+    std::memset(to, 0xa5, copy.bytes);
   }
-  std::memset(to, 0xa5, copy.bytes);
   block.current->copies.push_back(copy);
 }
 
 static void MakeCopiesBefore(int group) {
   std::vector<Copy> later;
   for (const Copy &copy : block.current->copies) {
-    if (copy.group < group) {
-      std::memcpy(copy.to, copy.from, copy.bytes);
-    } else {
+    if (copy.group >= group) {
       later.push_back(copy);
+    } else if (!copy.at_once) {
+      std::memcpy(copy.to, copy.from, copy.bytes);
     }
   }
   block.current->copies = later;
