@@ -96,8 +96,8 @@ def repeat(
     row: int, arguments: Sequence[Any], params: list[Tensor], versions: "array[int] | None", own: int, notes: Notes
 ) -> bool:
     """Runs an operator for parameters that are as they were at an earlier call, with their current gradients, and
-    returns True. Returns False where it has to be called the usual way, which also says what the operator rejects;
-    nothing was written then.
+    returns True; past a default device, too. Returns False where it has to be called the usual way, which also says
+    what the operator rejects; nothing was written then.
 
     arguments: of an earlier call, whose first entry has the parameters; the second one, of the gradients, is ignored.
     params: the parameters now. versions, own: their version counters are versions + own; None: they are not compared.

@@ -67,8 +67,9 @@ class GradScaling:
         both = clipping.found_inf if found_inf.numel() == 0 else found_inf + clipping.found_inf
         return grad_scale, clipping.clip_coef, both
 
-    def is_idle(self) -> bool:
-        """Whether a step now would neither unscale nor measure gradients: if it applies anything, then `clipping`."""
+    def applies_at_most_clipping(self) -> bool:
+        """Whether `clipping` is all that a step now would apply to gradients, if it applies anything: it would neither
+        unscale nor measure them."""
         optimizer = self._states.optimizer
         attributes = vars(optimizer)
         return (

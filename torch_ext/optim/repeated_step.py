@@ -50,7 +50,7 @@ class RepeatedStep:
         self._followed, self._shards = plan, shards
         covered = plan is not None and shards is not None and shards.plain and plan.writes.covers(plan.params)
         self._batch = plan.only_batch if plan is not None and covered else None
-        self._arguments_of: tuple[HyperparameterTable, str, int] | None = None
+        self._arguments_of: tuple[HyperparameterTable, Clipping | None, tuple[str, int]] | None = None
         self._arguments: tuple[Any, ...] = ()
 
     def run(self) -> bool:
@@ -84,7 +84,7 @@ class RepeatedStep:
         return (
             shards is not None
             and shards.still_plain
-            and self._scaling.is_idle()
+            and self._scaling.applies_at_most_clipping()
             and not self._in_backward
             and states.optimizer.on_external_write != "error"
             and plan.same_states(states.state)
@@ -96,10 +96,9 @@ class RepeatedStep:
     ) -> tuple[Any, ...]:
         """Returns the operator's arguments; the same tuple as long as they are unchanged."""
         device, mode = plan.device, self._states.optimizer.on_external_write
-        known = self._arguments_of
-        unchanged = known is not None and known[0] is hyper and known[1] == mode and known[2] == device.addresses
-        if clipping is not None or not unchanged:
-            self._arguments_of = None if clipping is not None else (hyper, mode, device.addresses)
+        known, others = self._arguments_of, (mode, device.addresses)
+        if known is None or known[0] is not hyper or known[1] is not clipping or known[2] != others:
+            self._arguments_of = hyper, clipping, others
             scalars = (*self._scaling.scalars(clipping), device.counters(self._states.counts, 0))
             external = masters.EXTERNAL_MODES[mode]
             self._arguments = device.arguments(batch, [], hyper, scalars, external, in_place=True)
