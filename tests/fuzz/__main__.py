@@ -1,6 +1,6 @@
-"""python tests/fuzz SECONDS [--targets dtype policy ...] [--seed S] [--keep]: runs fuzz targets for so many seconds in
-total, two at a time. Prints one line for each target at the end. If something was found, prints it with its input and
-exits with status 1."""
+"""python tests/fuzz SECONDS [--targets dtype policy ...] [--seed S] [--keep | --mutants]: runs fuzz targets for so many
+seconds in total, two at a time. Prints one line for each target at the end. If something was found, prints it with its
+input and exits with status 1."""
 
 import argparse
 import pathlib
@@ -11,6 +11,7 @@ _HERE = pathlib.Path(__file__).absolute().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
 import fuzzing  # noqa: E402
+import mutants  # noqa: E402
 
 
 def main() -> int:
@@ -18,7 +19,13 @@ def main() -> int:
     parser.add_argument("seconds", type=float)
     parser.add_argument("--targets", nargs="+", choices=fuzzing.targets(), default=fuzzing.targets(), metavar="TARGET")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--keep", action="store_true", help="inputs that lead to other lines go into tests/fuzz/corpus")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--keep", action="store_true", help="inputs that lead to other lines go into tests/fuzz/corpus")
+    instead.add_argument(
+        "--mutants",
+        action="store_true",
+        help="instead, for each target whose kept inputs do not find its mutant, searches so long for one that does",
+    )
     arguments = parser.parse_args()
     if why_not := fuzzing.why_not():
         print(f"fuzz: nothing was run: {why_not}", file=sys.stderr)
@@ -26,6 +33,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="torch_ext_fuzz.") as name:
         folder = pathlib.Path(name)
         programs = fuzzing.build(folder, arguments.targets)
+        if arguments.mutants:
+            return _keep_mutants(arguments, folder)
         found = fuzzing.run_all(programs, arguments.seconds, folder, arguments.seed)
         for one in found.values():
             if one.problem:
@@ -35,6 +44,16 @@ def main() -> int:
         for one in found.values():
             print(f"{one.target:14} {one.runs:9} inputs: {'FOUND, see above' if one.problem else 'nothing found'}")
     return int(any(one.problem for one in found.values()))
+
+
+def _keep_mutants(arguments: argparse.Namespace, folder: pathlib.Path) -> int:
+    def keep(target: str) -> str:
+        return mutants.keep_one(target, mutants.build(target, folder), arguments.seconds, arguments.seed)
+
+    said = fuzzing.in_parallel(keep, arguments.targets)
+    for target, what in zip(arguments.targets, said, strict=True):
+        print(f"{target:14} {what}")
+    return int(any("NOT FOUND" in what for what in said))
 
 
 if __name__ == "__main__":

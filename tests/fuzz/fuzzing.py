@@ -16,6 +16,9 @@ CORPUS = HERE / "corpus"
 JOBS = 2
 """How many targets run at the same time."""
 
+MUTANT_INPUT = "mutant"
+"""The name of the kept input that was searched because no other finds the target's mutant (mutants.py)."""
+
 _FOLDERS = ["csrc/core", "csrc/cpu", "csrc/nccl", "csrc/ops", "csrc/torch"]
 _SANITIZE = ["-fsanitize=address,undefined,float-cast-overflow,fuzzer-no-link", "-fno-sanitize-recover=all"]
 # The kernels only branch on sizes and take most of the compile time. The address sanitizer checks their accesses.
@@ -98,11 +101,12 @@ def build(folder: pathlib.Path, chosen: list[str]) -> dict[str, pathlib.Path]:
 
 
 def run(target: str, program: pathlib.Path, seconds: float, grown: pathlib.Path, seed: int = 1) -> Found:
-    """Runs the kept inputs first, then new ones for so many seconds. grown: the folder for new inputs that reach code
-    which no input before reached."""
+    """Runs the kept inputs first, then new ones for so many seconds, none for 0. grown: the folder for new inputs that
+    reach code which no input before reached, and for one that a bug was found with."""
     grown.mkdir(exist_ok=True)
     kept = [str(CORPUS / target)] if (CORPUS / target).is_dir() else []
-    options = [f"-max_total_time={max(1, round(seconds))}", f"-seed={seed}", f"-artifact_prefix={grown}/"]
+    until = f"-max_total_time={max(1, round(seconds))}" if seconds else "-runs=0"
+    options = [until, f"-seed={seed}", f"-artifact_prefix={grown}/"]
     done = subprocess.run(
         [str(program), *_LIMITS, *options, str(grown), *kept],
         capture_output=True,
@@ -133,15 +137,18 @@ def run_all(programs: dict[str, pathlib.Path], seconds: float, folder: pathlib.P
 
 def keep(target: str, program: pathlib.Path, grown: pathlib.Path, most: int = 40) -> int:
     """Replaces the target's corpus by inputs from it and from `grown` that together reach the same code as all of them.
-    If these are more than `most`, keeps every k-th in order of size. Returns how many were kept."""
+    If these are more than `most`, keeps every k-th in order of size. The mutant's input stays. Returns how many were
+    kept."""
     merged = grown.with_suffix(".merged")
     merged.mkdir(exist_ok=True)
     folders = [str(grown), *([str(CORPUS / target)] if (CORPUS / target).is_dir() else [])]
     subprocess.run(
         [str(program), "-set_cover_merge=1", *_LIMITS, str(merged), *folders], check=True, capture_output=True
     )
-    shutil.rmtree(CORPUS / target, ignore_errors=True)
-    (CORPUS / target).mkdir(parents=True)
+    (CORPUS / target).mkdir(parents=True, exist_ok=True)
+    for path in CORPUS.glob(f"{target}/*"):
+        if path.name != MUTANT_INPUT:
+            path.unlink()
     by_size = sorted(merged.iterdir(), key=lambda path: path.stat().st_size)
     chosen = by_size[:: max(1, -(-len(by_size) // most))]
     for path in chosen:
