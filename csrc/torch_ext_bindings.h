@@ -27,25 +27,29 @@ TX_API tx_status tx_torch_parallel(tx_parallel *parallel, tx_error *error);
  * they cannot be.
  *
  * tx_torch_call calls operator i of the table below with a tuple of all its arguments; it releases the GIL while the
- * operator runs. notes, notes_bytes: as in tx_adamw_args. *taken is 0, and nothing has happened, if the call must go
- * through torch's dispatcher.
+ * operator runs. *taken is 0, and nothing has happened, if the call must go through torch's dispatcher.
  *
  * tx_torch_repeat calls operator i, whose first two arguments are lists of parameters and gradients, for parameters
  * that are as they were at an earlier call, with each one's `grad`. arguments: as tx_torch_call's; the entry of the
- * gradients is ignored. params: a list. *taken is 0, and nothing has happened, where it would be 0 of tx_torch_call,
- * and unless params has the same objects as the first argument, each of them has a gradient, and, if versions is not
- * NULL, its version counter is versions[k] + own.
+ * gradients is ignored. params: a list. Returns whether the operator has run and succeeded; if not, it has written
+ * nothing. It runs where tx_torch_call would run it, provided that params has the same objects as the first argument,
+ * each of them has a gradient, and, if versions is not NULL, its version counter is versions[k] + own.
  *
  * tx_torch_versions reads the version counters of a list of n tensors, each reduced by `own`: versions [n]. If an
  * object of the list has none, it returns with a Python error set.
  *
  * tx_torch_grads puts the `grad` of each of a list of n tensors into `grads`, a list of n. none: Python's None. Returns
  * how many of them are None; -1, with a Python error set, if an object of the list has no such attribute. */
+typedef struct tx_torch_notes {
+  void *memory; /* notes and notes_bytes of tx_adamw_args */
+  int64_t bytes;
+} tx_torch_notes;
+
 TX_API tx_status tx_torch_objects(const void *exchange, void *const *types, int64_t n_types, tx_error *error);
-TX_API tx_status tx_torch_call(int32_t i, void *arguments, void *notes, int64_t notes_bytes, int32_t *taken,
+TX_API tx_status tx_torch_call(int32_t i, void *arguments, const tx_torch_notes *notes, int32_t *taken,
                                tx_error *error);
-TX_API tx_status tx_torch_repeat(int32_t i, void *arguments, void *params, const int64_t *versions, int64_t own,
-                                 void *notes, int64_t notes_bytes, int32_t *taken, tx_error *error);
+TX_API int32_t tx_torch_repeat(int32_t i, void *arguments, void *params, const int64_t *versions, int64_t own,
+                               const tx_torch_notes *notes);
 TX_API void tx_torch_versions(void *tensors, int64_t n, int64_t own, int64_t *versions);
 TX_API int64_t tx_torch_grads(void *tensors, int64_t n, const void *none, void *grads);
 

@@ -87,7 +87,7 @@ int32_t place_of_group(launches<Table> *l, int64_t group, int64_t *places) {
 template <class Table>
 bool add(launches<Table> *l, int64_t i, int64_t *places) {
   typename Table::entry e;
-  describe(e, l->args, i);
+  describe(e, l->args, i, l->instance / TX_MOMENT_KINDS);
   const int32_t place = place_of_group(l, tx_meta_of(l->args->meta, i).group, places);
   if (place < 0) return false;
   e.group = (uint16_t)place;

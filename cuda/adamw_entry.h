@@ -35,7 +35,8 @@ bool may_be_usual(const tx_plain_entry &e, const tx_adamw_args *a) {
          tx_alignment_of(e.checksums) >= sizeof(uint64_t);
 }
 
-void describe(tx_plain_entry &e, const tx_adamw_args *a, int64_t i) {
+/* weight: as weight_of(a, i), unless the parameter is empty. */
+void describe(tx_plain_entry &e, const tx_adamw_args *a, int64_t i, int weight) {
   const tx_tensor param = a->params[i], grad = a->grads[i], m = a->exp_avgs[i], v = a->exp_avg_sqs[i];
   const tx_tensor master = tx_at_or_none(a->masters, i);
   const tx_meta meta = tx_meta_of(a->meta, i);
@@ -52,7 +53,7 @@ void describe(tx_plain_entry &e, const tx_adamw_args *a, int64_t i) {
   e.id = meta.id;
   e.start = (uint32_t)meta.start;
   e.group = 0;
-  e.weight = (uint8_t)weight_of(a, i);
+  e.weight = (uint8_t)weight;
   e.aligned = has_aligned_vectors(param) && has_aligned_vectors(grad) && has_aligned_vectors(m) &&
               has_aligned_vectors(v) && has_aligned_vectors(master);
   e.grad_dtype = (uint8_t)grad.dtype;
@@ -66,9 +67,9 @@ void describe(tx_plain_entry &e, const tx_adamw_args *a, int64_t i) {
   e.usual = may_be_usual(e, a);
 }
 
-void describe(tx_extras_entry &e, const tx_adamw_args *a, int64_t i) {
+void describe(tx_extras_entry &e, const tx_adamw_args *a, int64_t i, int weight) {
   const tx_step_outputs outputs = TX_STEP_OUTPUTS_OF(a);
-  describe(static_cast<tx_plain_entry &>(e), a, i);
+  describe(static_cast<tx_plain_entry &>(e), a, i, weight);
   e.extras = tx_extras_of(outputs, i, 0);
 }
 

@@ -176,11 +176,11 @@ int64_t tx_torch_grads(void *tensors, int64_t n, const void *none, void *grads) 
 }
 
 /* grads: see tx_objects_read. */
-static tx_status call_with(int32_t i, void *arguments, void *grads, void *notes, int64_t notes_bytes, int32_t *taken,
+static tx_status call_with(int32_t i, void *arguments, void *grads, const tx_torch_notes *notes, int32_t *taken,
                            tx_error *error) {
   tx_stack stack;
-  stack.notes = notes;
-  stack.notes_bytes = notes_bytes;
+  stack.notes = notes->memory;
+  stack.notes_bytes = notes->bytes;
   tx_status status = TX_OK;
   *taken = tx_objects_read(&objects, &stack, parsed[i].arguments, parsed[i].n, arguments, grads);
   if (*taken) { /* releases the GIL, as torch's dispatcher does */
@@ -192,19 +192,19 @@ static tx_status call_with(int32_t i, void *arguments, void *grads, void *notes,
   return status;
 }
 
-tx_status tx_torch_call(int32_t i, void *arguments, void *notes, int64_t notes_bytes, int32_t *taken, tx_error *error) {
-  return call_with(i, arguments, NULL, notes, notes_bytes, taken, error);
+tx_status tx_torch_call(int32_t i, void *arguments, const tx_torch_notes *notes, int32_t *taken, tx_error *error) {
+  return call_with(i, arguments, NULL, notes, taken, error);
 }
 
-tx_status tx_torch_repeat(int32_t i, void *arguments, void *params, const int64_t *versions, int64_t own, void *notes,
-                          int64_t notes_bytes, int32_t *taken, tx_error *error) {
+int32_t tx_torch_repeat(int32_t i, void *arguments, void *params, const int64_t *versions, int64_t own,
+                        const tx_torch_notes *notes) {
   const tx_repeated like = {params, versions, own};
   void *const grads = tx_objects_repeat(&objects, objects.PyTuple_GetItem(arguments, 0), &like);
-  *taken = 0;
-  if (!grads) return TX_OK;
-  const tx_status status = call_with(i, arguments, grads, notes, notes_bytes, taken, error);
+  if (!grads) return 0;
+  int32_t taken;
+  const tx_status status = call_with(i, arguments, grads, notes, &taken, NULL);
   objects.Py_DecRef(grads);
-  return status;
+  return taken && status == TX_OK;
 }
 
 tx_status tx_torch_parallel(tx_parallel *parallel, tx_error *error) {

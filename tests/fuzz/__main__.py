@@ -20,7 +20,9 @@ def main() -> int:
     parser.add_argument("--targets", nargs="+", choices=fuzzing.targets(), default=fuzzing.targets(), metavar="TARGET")
     parser.add_argument("--seed", type=int, default=1)
     instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--keep", action="store_true", help="inputs that lead to other lines go into tests/fuzz/corpus")
+    instead.add_argument(
+        "--keep", action="store_true", help="inputs that lead to other lines go into tests/fuzz/corpus"
+    )
     instead.add_argument(
         "--mutants",
         action="store_true",

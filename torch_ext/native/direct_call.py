@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ext.native import library
+from torch_ext.native import library, structs
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 """The tensor classes that override no operators; C compares types with exactly these."""
@@ -62,18 +62,28 @@ def caller() -> Callable[..., int] | None:
     except (RuntimeError, ValueError):
         return None
     pointer = ctypes.c_void_p
-    of = (ctypes.c_int32, ctypes.py_object, pointer, ctypes.c_int64, pointer, pointer)
+    of = (ctypes.c_int32, ctypes.py_object, pointer, pointer, pointer)
     return library.function("tx_torch_call", *of, restype=ctypes.c_int32, keep_gil=True)
 
 
+@structs.mirror("tx_torch_notes")
+class _NotesStruct(library.Struct):
+    """The memory and its size."""
+
+
 class Notes:
-    """What calls for the same tensors keep from one call to the next, for one call at a time: memory in which an
-    operator notes what it has checked (tx_adamw_args.notes), and memory for its answers."""
+    """Memory in which an operator notes what it has checked (tx_adamw_args.notes), kept from one call to the next for
+    the same tensors; for one call at a time."""
 
     def __init__(self, params: int = 0) -> None:
-        memory = (ctypes.c_int64 * (64 + 76 * params if params else 0))()
-        self.taken, self.error = ctypes.c_int32(), library.Error()
-        self.arguments = memory, ctypes.sizeof(memory), ctypes.byref(self.taken), ctypes.byref(self.error)
+        self._memory = (ctypes.c_int64 * (64 + 76 * params if params else 0))()
+        self._struct = _NotesStruct(memory=ctypes.addressof(self._memory), bytes=ctypes.sizeof(self._memory))
+        self.address = ctypes.addressof(self._struct)
+
+    @property
+    def taken(self) -> bool:
+        """Whether the last call has noted what it has checked."""
+        return bool(self._memory[0])
 
 
 def run(row: int, name: str, arguments: Sequence[Any], notes: Notes | None = None) -> bool:
@@ -87,9 +97,10 @@ def run(row: int, name: str, arguments: Sequence[Any], notes: Notes | None = Non
         return False
     if notes is None:
         notes = Notes()
-    if call(row, arguments, *notes.arguments):
-        raise RuntimeError(f"torch_ext::{name}: {notes.error.text}")
-    return bool(notes.taken.value)
+    taken, error = ctypes.c_int32(), library.Error()
+    if call(row, arguments, notes.address, ctypes.byref(taken), ctypes.byref(error)):
+        raise RuntimeError(f"torch_ext::{name}: {error.text}")
+    return bool(taken.value)
 
 
 def repeat(
@@ -107,13 +118,11 @@ def repeat(
         return False
     address = None if versions is None else versions.buffer_info()[0]
     if _none_intercepts():
-        failed = call(row, arguments, params, address, own, *notes.arguments)
-    elif _only_default_device():
+        return bool(call(row, arguments, params, address, own, notes.address))
+    if _only_default_device():
         with torch._C.DisableTorchFunction():
-            failed = call(row, arguments, params, address, own, *notes.arguments)
-    else:
-        return False
-    return not failed and bool(notes.taken.value)
+            return bool(call(row, arguments, params, address, own, notes.address))
+    return False
 
 
 @functools.cache
@@ -121,8 +130,8 @@ def repeater() -> Callable[..., int] | None:
     """Returns tx_torch_repeat; None where `caller` returns None."""
     if caller() is None:
         return None
-    pointer, number, items = ctypes.c_void_p, ctypes.c_int64, ctypes.py_object
-    of = (ctypes.c_int32, items, items, pointer, number, pointer, number, pointer, pointer)
+    pointer, items = ctypes.c_void_p, ctypes.py_object
+    of = (ctypes.c_int32, items, items, pointer, ctypes.c_int64, pointer)
     return library.function("tx_torch_repeat", *of, restype=ctypes.c_int32, keep_gil=True)
 
 

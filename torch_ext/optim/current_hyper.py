@@ -1,6 +1,7 @@
 """The table of the groups' hyper-parameters, kept from step to step while the groups are unchanged."""
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ class CurrentHyper:
 
     def __init__(self) -> None:
         self._known: tuple[list[Any], HyperparameterTable] | None = None
-        self._values: list[Any] = []
+        self._values: Sequence[Any] = ()
         """The objects in the groups that the table was made from; empty if not all of them are immutable. To compare
         objects by identity takes a third of the time of a key."""
         self._kept = False  # whether the table was given to a caller who keeps it
@@ -33,6 +34,6 @@ class CurrentHyper:
             else:
                 known, self._kept = (key, param_groups.hyper(groups, device)), False
             self._known = known
-        self._values = values if all(map(param_groups.is_immutable, values)) else []
+        self._values = values if all(map(param_groups.is_immutable, values)) else ()
         self._kept |= keeps
         return known[1]

@@ -29,7 +29,7 @@ from torch_ext.params.param_groups import HyperparameterTable
 from torch_ext.params.shard_map import ShardMap
 
 if TYPE_CHECKING:
-    from torch_ext.optim.optimizer_states import OptimizerStates
+    from torch_ext.optim.optimizer_states import OptimizerStates, Settings
 
 
 class RepeatedStep:
@@ -57,18 +57,21 @@ class RepeatedStep:
         """Takes a step and returns True; returns False, and has written nothing, where step() must take it the usual
         way."""
         plan, batch, states = self._followed, self._batch, self._states
-        if plan is None or batch is None or not self._fits(plan):
+        if plan is None or batch is None:
+            return False
+        optimizer, device = states.optimizer, states.counts.device
+        if not self._fits(plan, optimizer, device):
             return False
         try:
-            hyper = self._hyper.table(states.optimizer.adamw_groups, states.counts.device, keeps=False)
+            hyper = self._hyper.table(optimizer.adamw_groups, device, keeps=False)
         except (ValueError, TypeError):
             return False  # illegal values: the usual way raises, unless there is nothing to step
         clipping = self._scaling.clipping
         clipped = [] if clipping is None else _clipped_grads(plan, clipping)
         if clipped is None:
             return False
-        arguments = self._current_arguments(plan, batch, hyper, clipping)
-        groups = states.groups
+        arguments = self._current_arguments(plan, batch, hyper, clipping, optimizer.on_external_write)
+        groups = optimizer.param_groups
         params = groups[0]["params"] if len(groups) == 1 else states.all_params()
         if not ops.repeat(OPERATOR, arguments, params, *plan.writes.expected, batch.notes):
             return False
@@ -77,25 +80,25 @@ class RepeatedStep:
         self._scaling.end_step(clipping, plan.members, clipped)
         return True
 
-    def _fits(self, plan: StepPlan) -> bool:
+    def _fits(self, plan: StepPlan, optimizer: "Settings", device: torch.device) -> bool:
         """Whether a step now would do the same as the one before, as far as it is not up to parameters, gradients and
         groups."""
-        states, shards = self._states, self._shards
+        shards = self._shards
         return (
             shards is not None
             and shards.still_plain
             and self._scaling.applies_at_most_clipping()
             and not self._in_backward
-            and states.optimizer.on_external_write != "error"
-            and plan.same_states(states.state)
-            and not graph_capture.is_capturing(states.counts.device)
+            and optimizer.on_external_write != "error"
+            and plan.same_states(optimizer.state)
+            and not graph_capture.is_capturing(device)
         )
 
     def _current_arguments(
-        self, plan: StepPlan, batch: StepBatch, hyper: HyperparameterTable, clipping: Clipping | None
+        self, plan: StepPlan, batch: StepBatch, hyper: HyperparameterTable, clipping: Clipping | None, mode: str
     ) -> tuple[Any, ...]:
-        """Returns the operator's arguments; the same tuple as long as they are unchanged."""
-        device, mode = plan.device, self._states.optimizer.on_external_write
+        """Returns the operator's arguments; the same tuple as long as they are unchanged. mode: on_external_write."""
+        device = plan.device
         known, others = self._arguments_of, (mode, device.addresses)
         if known is None or known[0] is not hyper or known[1] is not clipping or known[2] != others:
             self._arguments_of = hyper, clipping, others

@@ -43,16 +43,16 @@ def _labelled_if_recorded(labelled: Callable[..., Any], step: Callable[..., Any]
         if torch.compiler.is_compiling() or may_trace() or torch._C._autograd._profiler_enabled():
             return labelled(*args, **options)
         optimizer = args[0]
-        for hook in chain(
-            torch_optimizer._global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values()
-        ):
-            args, options = _arguments_of(hook, optimizer, args, options)
+        of_all, own = torch_optimizer._global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks
+        if of_all or own:
+            for hook in chain(of_all.values(), own.values()):
+                args, options = _arguments_of(hook, optimizer, args, options)
         result = step(*args, **options)
         optimizer._optimizer_step_code()  # torch's, empty: a place for profilers
-        for hook in chain(
-            optimizer._optimizer_step_post_hooks.values(), torch_optimizer._global_optimizer_post_hooks.values()
-        ):
-            hook(optimizer, args, options)
+        of_all, own = torch_optimizer._global_optimizer_post_hooks, optimizer._optimizer_step_post_hooks
+        if of_all or own:
+            for hook in chain(own.values(), of_all.values()):
+                hook(optimizer, args, options)
         return result
 
     stepped.hooked = True  # type: ignore[attr-defined]  # as torch marks what it need not wrap again

@@ -4,7 +4,7 @@ import ctypes
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
@@ -234,9 +234,9 @@ _VALUES = itemgetter(
 )
 
 
-def values_of(groups: list[Group]) -> list[Any]:
+def values_of(groups: list[Group]) -> Sequence[Any]:
     """Returns the objects that `key_of` makes a key of."""
-    return list(chain.from_iterable(map(_VALUES, groups)))
+    return _VALUES(groups[0]) if len(groups) == 1 else list(chain.from_iterable(map(_VALUES, groups)))
 
 
 def is_immutable(value: Any) -> bool:
