@@ -10,8 +10,8 @@ import tempfile
 _HERE = pathlib.Path(__file__).absolute().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
+import fuzz_mutants  # noqa: E402
 import fuzzing  # noqa: E402
-import mutants  # noqa: E402
 
 
 def main() -> int:
@@ -50,7 +50,7 @@ def main() -> int:
 
 def _keep_mutants(arguments: argparse.Namespace, folder: pathlib.Path) -> int:
     def keep(target: str) -> str:
-        return mutants.keep_one(target, mutants.build(target, folder), arguments.seconds, arguments.seed)
+        return fuzz_mutants.keep_one(target, fuzz_mutants.build(target, folder), arguments.seconds, arguments.seed)
 
     said = fuzzing.in_parallel(keep, arguments.targets)
     for target, what in zip(arguments.targets, said, strict=True):

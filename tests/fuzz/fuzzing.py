@@ -17,7 +17,7 @@ JOBS = 2
 """How many targets run at the same time."""
 
 MUTANT_INPUT = "mutant"
-"""The name of the kept input that was searched because no other finds the target's mutant (mutants.py)."""
+"""The name of the kept input that was searched because no other finds the target's mutant (fuzz_mutants.py)."""
 
 _FOLDERS = ["csrc/core", "csrc/cpu", "csrc/nccl", "csrc/ops", "csrc/torch"]
 _SANITIZE = ["-fsanitize=address,undefined,float-cast-overflow,fuzzer-no-link", "-fno-sanitize-recover=all"]

@@ -6,11 +6,11 @@
 import pathlib
 from collections.abc import Iterator
 
+import fuzz_mutants
 import fuzzing
-import mutants
 import pytest
+from fuzz_mutants import MUTANTS
 from fuzzing import Found
-from mutants import MUTANTS
 
 SECONDS = 10.0
 """For all targets together."""
@@ -46,7 +46,9 @@ def test_every_target_has_kept_inputs_and_a_mutant() -> None:
 def found_mutants(built: tuple[pathlib.Path, dict[str, pathlib.Path]]) -> dict[str, Found]:
     """The results of running the kept inputs of each target against its mutant; by target."""
     folder, _ = built
-    found = fuzzing.in_parallel(lambda target: mutants.run_kept(target, mutants.build(target, folder)), list(MUTANTS))
+    found = fuzzing.in_parallel(
+        lambda target: fuzz_mutants.run_kept(target, fuzz_mutants.build(target, folder)), list(MUTANTS)
+    )
     return {one.target: one for one in found}
 
 

@@ -43,6 +43,16 @@ def _reject_duplicates() -> Iterator[None]:
             raise ValueError("a parameter is twice in one group; pass tied weights once") from None
 
 
+def _step_without_grad(stepper: Stepper, released: bool) -> None:
+    """Steps as under torch.no_grad, which takes five times as long."""
+    records = torch.is_grad_enabled()
+    try:
+        torch._C._set_grad_enabled(False)  # within: an interrupt after it must not leave recording off
+        stepper.step(released)
+    finally:
+        torch._C._set_grad_enabled(records)
+
+
 class OptimizerBase(SavedOptimizer):
     """A torch.optim.Optimizer of parameters in the dtypes of a policy: groups, states and pickling, without the step.
 
@@ -196,12 +206,7 @@ class OptimizerBase(SavedOptimizer):
 
     def _take_step(self, release: GradientRelease | None) -> None:
         self._before_master_change(STEP)
-        records = torch.is_grad_enabled()
-        try:  # as torch.no_grad does, which takes five times as long
-            torch._C._set_grad_enabled(False)  # within: an interrupt after it must not leave recording off
-            self._stepper.step(release is not None and release.stepped)
-        finally:
-            torch._C._set_grad_enabled(records)
+        _step_without_grad(self._stepper, release is not None and release.stepped)
         if release is not None:
             release.finish()
 

@@ -43,15 +43,15 @@ def _labelled_if_recorded(labelled: Callable[..., Any], step: Callable[..., Any]
         if torch.compiler.is_compiling() or may_trace() or torch._C._autograd._profiler_enabled():
             return labelled(*args, **options)
         optimizer = args[0]
-        of_all, own = torch_optimizer._global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks
-        if of_all or own:
-            for hook in chain(of_all.values(), own.values()):
+        before_all, before = torch_optimizer._global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks
+        if before_all or before:
+            for hook in chain(before_all.values(), before.values()):
                 args, options = _arguments_of(hook, optimizer, args, options)
         result = step(*args, **options)
         optimizer._optimizer_step_code()  # torch's, empty: a place for profilers
-        of_all, own = torch_optimizer._global_optimizer_post_hooks, optimizer._optimizer_step_post_hooks
-        if of_all or own:
-            for hook in chain(own.values(), of_all.values()):
+        after, after_all = optimizer._optimizer_step_post_hooks, torch_optimizer._global_optimizer_post_hooks
+        if after or after_all:
+            for hook in chain(after.values(), after_all.values()):
                 hook(optimizer, args, options)
         return result
 
