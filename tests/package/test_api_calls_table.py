@@ -25,7 +25,6 @@ REASONS = {
     "tx_torch_orthogonalise": "needs torch (tests/torch)",
     "tx_torch_parallel": "needs torch (tests/torch)",
     "tx_torch_register": "needs torch (tests/torch/test_load_library.py)",
-    "tx_torch_repeat": "needs torch (tests/torch)",
 }
 
 

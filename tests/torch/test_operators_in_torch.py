@@ -288,7 +288,7 @@ def test_a_call_that_repeats_is_checked(direct: list[bool]) -> None:
             to.copy_(new)
         torch_ext.native.ops.call_unversioned("adamw_flat_", *stepped, notes=notes)
         assert bits(stepped) == bits(expected)
-        assert notes.taken
+        assert notes.noted
     grad = stepped[1][1]
     for illegal, message in ((stepped[0][1].detach(), "share memory"), (grad.to(torch.int64), "grads.1. may be")):
         stepped[1][1] = illegal

@@ -81,7 +81,7 @@ class Notes:
         self.address = ctypes.addressof(self._struct)
 
     @property
-    def taken(self) -> bool:
+    def noted(self) -> bool:
         """Whether the last call has noted what it has checked."""
         return bool(self._memory[0])
 
