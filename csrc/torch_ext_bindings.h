@@ -20,6 +20,12 @@ TX_API tx_status tx_torch_register(tx_error *error);
  * operators. TX_ERROR_BAD_STATE before tx_torch_register. */
 TX_API tx_status tx_torch_parallel(tx_parallel *parallel, tx_error *error);
 
+/* Memory in which calls for the same tensors note what they have checked: notes and notes_bytes of tx_adamw_args. */
+typedef struct tx_torch_notes {
+  void *memory; /* NULL: nothing is noted */
+  int64_t bytes;
+} tx_torch_notes;
+
 /* Operator calls that bypass torch's dispatcher; for the Python package. The caller of these functions holds the GIL.
  *
  * tx_torch_objects says, once, how Python objects are read. exchange: the content of the capsule
@@ -40,11 +46,6 @@ TX_API tx_status tx_torch_parallel(tx_parallel *parallel, tx_error *error);
  *
  * tx_torch_grads puts the `grad` of each of a list of n tensors into `grads`, a list of n. none: Python's None. Returns
  * how many of them are None; -1, with a Python error set, if an object of the list has no such attribute. */
-typedef struct tx_torch_notes {
-  void *memory; /* notes and notes_bytes of tx_adamw_args */
-  int64_t bytes;
-} tx_torch_notes;
-
 TX_API tx_status tx_torch_objects(const void *exchange, void *const *types, int64_t n_types, tx_error *error);
 TX_API tx_status tx_torch_call(int32_t i, void *arguments, const tx_torch_notes *notes, int32_t *taken,
                                tx_error *error);

@@ -26,7 +26,7 @@ def main() -> int:
     instead.add_argument(
         "--mutants",
         action="store_true",
-        help="instead, for each target whose kept inputs do not find its mutant, searches so long for one that does",
+        help="instead, for each target whose kept inputs do not find its mutant, searches at most SECONDS for one",
     )
     arguments = parser.parse_args()
     if why_not := fuzzing.why_not():
@@ -49,13 +49,13 @@ def main() -> int:
 
 
 def _keep_mutants(arguments: argparse.Namespace, folder: pathlib.Path) -> int:
-    def keep(target: str) -> str:
+    def keep(target: str) -> bool:
         return fuzz_mutants.keep_one(target, fuzz_mutants.build(target, folder), arguments.seconds, arguments.seed)
 
-    said = fuzzing.in_parallel(keep, arguments.targets)
-    for target, what in zip(arguments.targets, said, strict=True):
-        print(f"{target:14} {what}")
-    return int(any("NOT FOUND" in what for what in said))
+    kept = fuzzing.in_parallel(keep, arguments.targets)
+    for target, is_found in zip(arguments.targets, kept, strict=True):
+        print(f"{target:14} {'a kept input finds its mutant' if is_found else 'its mutant was NOT FOUND'}")
+    return int(not all(kept))
 
 
 if __name__ == "__main__":

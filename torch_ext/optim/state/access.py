@@ -104,7 +104,7 @@ def exposed(state: dict[Tensor, Entry]) -> bool:
 
 def lent(state: dict[Tensor, Entry]) -> bool:
     """Whether code outside the optimizer may have written to state tensors, now or earlier."""
-    return not isinstance(state, TrackedState) or state.exposed > 0 or state.lent
+    return exposed(state) or state.lent  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
