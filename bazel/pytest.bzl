@@ -2,6 +2,11 @@
 
 load("//bazel:rooms.bzl", "sources")
 
+def _environment(threads):
+    """Returns the environment of tests whose torch has so many threads. Threads that wait for each other sleep: as many
+    tests run at a time as there are cores, and a thread that spins takes the core from which it waits for something."""
+    return {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
+
 def pytest_files(data = [], data_of = {}, threads = 2, groups = 0, alone = [], exclusive = []):
     """Makes one py_test for each test_*.py, with its name.
 
@@ -38,7 +43,7 @@ def _pytest(name, members, data, threads, tags):
         srcs = files + ["//tests:pytest_main.py"] + native.glob(["*.py"], exclude = ["test_*.py"]),
         args = ["$(rootpath %s)" % file for file in files],
         data = data,
-        env = {"OMP_NUM_THREADS": str(threads)},
+        env = _environment(threads),
         main = "//tests:pytest_main.py",
         tags = tags,
         timeout = "long",
@@ -60,7 +65,7 @@ def sanitized_pytest(name, members, data = []):
                native.glob(["*.py"], exclude = ["test_*.py"]),
         args = ["$(rootpath %s)" % file for file in files],
         data = data,
-        env = {"OMP_NUM_THREADS": "2"},
+        env = _environment(2),
         main = "//tests:sanitized_main.py",
         tags = ["manual"],
         timeout = "long",

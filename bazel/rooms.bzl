@@ -34,9 +34,15 @@ def sources():
         srcs = native.glob(["**"], exclude = ["**/__pycache__/**", "**/.*/**"]),
     )
 
-# Most tests take longer to compile than to run, so they are compiled with little optimisation. Sweeps, *_sweep_test.cc,
-# take longer to run (.bazelrc selects them by this name, too).
-_MOST_OPTS = ["-O1"]
+# Most tests take longer to compile than to run, so they are compiled with little optimisation, and with a header that
+# is compiled once (bazel/precompiled.bzl). Sweeps, *_sweep_test.cc, take longer to run (.bazelrc selects them by this
+# name, too).
+LITTLE_OPTIMISATION = select({
+    "//bazel:sanitized": ["-O0"],
+    "//conditions:default": ["-O1"],
+})
+MOST_OPTS = LITTLE_OPTIMISATION + ["-include", "precompiled_gtest.h"]
+MOST_DEPS = ["//tests:precompiled_gtest"]
 _SWEEP_OPTS = select({
     "//bazel:sanitized": ["-O1"],
     "//conditions:default": ["-O2"],
@@ -53,18 +59,19 @@ def core_tests(deps, by_prefix, data_by_prefix = {}, copts = []):
     """
     for file in native.glob(["*_test.cc"]):
         name = file[:-len(".cc")]
+        sweeps = name.endswith("_sweep_test")
         data = [each for prefix, opened in data_by_prefix.items() for each in opened if name.startswith(prefix)]
         more = [dep for prefix, labels in by_prefix.items() for dep in labels if name.startswith(prefix)]
         native.cc_test(
             name = name,
             srcs = [file] + native.glob(["*.h", "*.inc"]),
             data = data,
-            copts = TEST_OPTS + copts + (_SWEEP_OPTS if name.endswith("_sweep_test") else _MOST_OPTS),
+            copts = TEST_OPTS + copts + (_SWEEP_OPTS if sweeps else MOST_OPTS),
             linkstatic = True,
             # runs alone, because it takes most of the memory
             tags = ["exclusive"] if "huge" in name else [],
             timeout = "long",
-            deps = deps + more + ["@googletest//:gtest_main"],
+            deps = deps + more + ([] if sweeps else MOST_DEPS) + ["@googletest//:gtest_main"],
         )
 
 def mutated_source(name, source, old, new):
@@ -112,12 +119,12 @@ def mutant_test(name, test, source, old, new, finds, deps, tags = []):
         name = name + "_program",
         testonly = True,
         srcs = [test + ".cc"] + native.glob(["*.h", "*.inc"]),
-        copts = TEST_OPTS,
+        copts = TEST_OPTS + MOST_OPTS,
         # The mutant's functions are linked before, and instead of, those of the rooms.
         linkopts = ["-Wl,--allow-multiple-definition"],
         linkstatic = True,
         tags = ["manual"],
-        deps = [name + "_source"] + deps + ["@googletest//:gtest_main"],
+        deps = [name + "_source"] + deps + MOST_DEPS + ["@googletest//:gtest_main"],
     )
     native.sh_test(
         name = name,

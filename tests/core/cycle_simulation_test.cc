@@ -74,7 +74,7 @@ void RunOne(uint64_t seed, Coverage *coverage) {
 #ifdef TX_SLOW
 constexpr uint64_t kPrograms = 6000;
 #else
-constexpr uint64_t kPrograms = 800000;
+constexpr uint64_t kPrograms = 300000;
 #endif
 constexpr uint64_t kThreads = 2;
 
@@ -112,7 +112,7 @@ TEST(CycleSimulation, LargeWorlds) {
 #ifdef TX_SLOW
   const int world = 64;
 #else
-  const int world = 4096;
+  const int world = 1500;
 #endif
   for (int kind = 0; kind < 5; kind++) {
     Spec spec;

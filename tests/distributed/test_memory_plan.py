@@ -251,8 +251,8 @@ def test_the_peak_is_planned_within_5_percent(strategy: str, optimizer_config: A
 
 # -- Muon's matrices -------------------------------------------------------------------------------------------------
 
-MATRICES: list[Any] = [(7,), (300, 1000), (512,), (200, 512), (6, 64, 200), (130, 1000), (1000, 64)]
-SPLIT = {"p1": (100, 200)}
+MATRICES: list[Any] = [(7,), (150, 500), (512,), (100, 256), (6, 32, 100), (70, 500), (500, 32)]
+SPLIT = {"p1": (50, 100)}
 NS_DTYPES = {"fp32": FP32, "bf16": BF16, "8bit": BF16}  # by the argument `states`
 SMALL = 8192
 """Bytes of scalars, of tables of ids, and of what ranks tell each other about a round."""
@@ -297,7 +297,7 @@ def _muon_and_model(rank: int, strategy: str, states: str) -> Any:
 
 def _policy_of_states(states: str) -> torch_ext.Policy:
     return torch_ext.load_policy(
-        BF16, override_optimizer_config={"states": states}, override_ddp_config={"bucket_size": 200_000}
+        BF16, override_optimizer_config={"states": states}, override_ddp_config={"bucket_size": 50_000}
     )
 
 

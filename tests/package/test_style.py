@@ -1,6 +1,5 @@
 """Tests that the sources are formatted and free of lint, by the tools and settings of the repository."""
 
-import os
 import subprocess
 
 import pytest
@@ -29,9 +28,3 @@ def test_ruff_format() -> None:
 
 def test_ruff_lint() -> None:
     check(tool("ruff"), "check", "--no-cache", *python_sources())
-
-
-def test_mypy() -> None:
-    """Checks the types of the package torch_ext, and of the package `bench` in tests/."""
-    cache = os.environ.get("TEST_TMPDIR", "/tmp")
-    check(tool("mypy"), "--cache-dir", cache, "-p", "torch_ext", "-p", "bench")

@@ -36,6 +36,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="runs of a seed are the same, but for the machine's pace")
     parser.add_argument("--kinds", nargs="+", choices=driver.kinds(), metavar="KIND", help=" ".join(driver.kinds()))
     parser.add_argument("--jobs", type=int, default=12, help="runs at a time (12)")
+    parser.add_argument("--until-found", action="store_true", help="ends with the first run that finds something")
     parser.add_argument("--replay", metavar="KIND:NUMBER", help="one run; --runs so many times")
     return driver.run(parser.parse_args())
 

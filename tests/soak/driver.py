@@ -145,7 +145,8 @@ def run(arguments: argparse.Namespace) -> int:
         chosen = arguments.kinds or kinds()
         cases = _cases(chosen, arguments.seed, arguments.runs)
     tallies = {kind: Tally(kind, _OF_KIND[kind].kinds()[kind]) for kind in chosen}
-    _run_all(cases, tallies, arguments.jobs, time.monotonic() + arguments.seconds)
+    end = time.monotonic() + arguments.seconds
+    _run_all(cases, tallies, jobs=arguments.jobs, end=end, until_found=arguments.until_found)
     for tally in tallies.values():
         print(tally, flush=True)
     if skips := sum(tally.skips for tally in tallies.values()):
@@ -160,8 +161,11 @@ def _cases(chosen: list[str], seed: int, runs: int | None) -> Iterator[tuple[str
             yield kind, seed * _PER_SEED + number
 
 
-def _run_all(cases: Iterator[tuple[str, int]], tallies: dict[str, Tally], jobs: int, end: float) -> None:
-    """Runs cases, `jobs` at a time, and starts none after `end`."""
+def _run_all(
+    cases: Iterator[tuple[str, int]], tallies: dict[str, Tally], *, jobs: int, end: float, until_found: bool
+) -> None:
+    """Runs cases, `jobs` at a time, and starts none after `end`. until_found: ends with the first that finds something;
+    the others that are running then are not judged."""
     running: list[Run] = []
     while True:
         while len(running) < jobs and time.monotonic() < end:
@@ -175,6 +179,10 @@ def _run_all(cases: Iterator[tuple[str, int]], tallies: dict[str, Tally], jobs: 
         for one in [one for one in running if one.world.done or time.monotonic() > one.world.deadline]:
             running.remove(one)
             _finish(one, tallies[one.kind])
+            if until_found and tallies[one.kind].failed:
+                for other in running:
+                    other.folder.close()
+                return
 
 
 def _start(kind: str, number: int) -> Run:

@@ -182,6 +182,7 @@ def test_each_kind_finds_the_bug_that_is_put_in(kinds: tuple[str, ...], tmp_path
     assert text.count(mutant.old) == 1, f"{mutant.file} has the mutant's line no more: follow the change"
     file.write_text(text.replace(mutant.old, mutant.new))
     for kind in kinds:
-        printed = run("--seed", "5", "--runs", "24", "--kinds", kind, package=str(tmp_path)).stdout
+        options = ("--seed", "5", "--runs", "24", "--kinds", kind, "--until-found")
+        printed = run(*options, package=str(tmp_path)).stdout
         if not skipped(printed):
             assert re.search(rf"^{kind} .* runs: ", printed, re.M) and faultless(printed) == [], printed

@@ -63,10 +63,10 @@ def test_programs_of_any_size(seed: int) -> None:
     """Shapes around the smallest size that is cut into panels: odd and even, tall and wide, with random steps and
     coefficients."""
     r = random.Random(seed)
-    n = r.choice([1, 7, 64, 130, 639, 640, 641, r.randrange(640, 900), 64 * r.randrange(10, 15)])
-    k = max(n, int(n * r.choice([1, 1, 1.3, 2])))
+    n = r.choice([1, 7, 64, 130, 639, 640, 641, r.randrange(640, 720), 704])
+    k = max(n, int(n * r.choice([1, 1, 1.1, 1.3])))
     x = uniform(r.choice([(n, k), (k, n)]), BF16, seed)
-    steps, kind = r.randrange(1, 4), r.choice(["standard", "gram", "auto"])
+    steps, kind = r.randrange(1, 3), r.choice(["standard", "gram", "auto"])
     coefficients = (r.uniform(0.5, 1.5), r.uniform(-0.5, 0.5), r.uniform(-0.2, 0.2))
     want = exact(x, coefficients, steps)
     for dtype, most in ((F32, 1e-5), (BF16, 0.02)):
@@ -87,18 +87,18 @@ def memory_of_nan() -> Iterator[None]:
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("kind", ["standard", "gram"])
-@pytest.mark.parametrize("shape", [(20, 33), (680, 1300), (1100, 641), (705, 705)])
+@pytest.mark.parametrize("shape", [(20, 33), (650, 900), (700, 641), (641, 641)])
 def test_what_memory_held_is_no_matter(shape: tuple[int, int], kind: str, dtype: torch.dtype) -> None:
-    """Products must not read uninitialised memory."""
+    """Products must not read uninitialised memory. Two iterations have all kinds of products."""
     x = uniform(shape, BF16, 3)
-    found = orthogonalised(x, ns=kind, ns_dtype=dtype)
+    found = orthogonalised(x, ns=kind, ns_dtype=dtype, ns_steps=2)
     with memory_of_nan():
-        assert torch.equal(found, orthogonalised(x, ns=kind, ns_dtype=dtype))
-    assert distance(found, exact(x)) < (1e-4 if dtype is F32 else 0.05)
+        assert torch.equal(found, orthogonalised(x, ns=kind, ns_dtype=dtype, ns_steps=2))
+    assert distance(found, exact(x, steps=2)) < (1e-4 if dtype is F32 else 0.05)
 
 
 @pytest.mark.parametrize("decays", [False, True])
-@pytest.mark.parametrize("shape", [(768, 3072), (1500, 650), (700, 700)])
+@pytest.mark.parametrize("shape", [(644, 1000), (700, 641)])
 def test_standard_is_as_exact_as_torchs(shape: tuple[int, int], decays: bool) -> None:
     """In bf16, also for matrices whose singular values differ by orders of magnitude."""
     x = (uniform(shape, F32, 1) * (torch.logspace(-3, 0, shape[1]) if decays else 1.0)).to(BF16)
@@ -111,7 +111,7 @@ def test_standard_is_as_exact_as_torchs(shape: tuple[int, int], decays: bool) ->
 @pytest.mark.parametrize("decays", [False, True])
 def test_gram_of_oblong_matrices(decays: bool, dtype: torch.dtype, most: float) -> None:
     """Matrices for which "auto" chooses the Gram form; docs/muon.md states 1.4 % and 1.8 % in bf16."""
-    x = (uniform((768, 3072), F32, 1) * (torch.logspace(-3, 0, 3072) if decays else 1.0)).to(BF16)
+    x = (uniform((644, 2576), F32, 1) * (torch.logspace(-3, 0, 2576) if decays else 1.0)).to(BF16)
     assert distance(orthogonalised(x, ns="gram", ns_dtype=dtype), exact(x)) < most
 
 
@@ -121,8 +121,8 @@ def test_bits_depend_on_no_other_matrix(seed: int) -> None:
     with it and on whichever thread."""
     r = random.Random(seed)
     shapes = [(r.randrange(1, 300), r.randrange(1, 300)) for _ in range(r.randrange(2, 10))]
-    shapes += [(660, 700)] if seed % 8 == 0 else [(3, r.randrange(1, 40), 24)]
-    options = {"ns_dtype": r.choice([BF16, BF16, F32]), "ns": r.choice(["standard", "gram", "auto"])}
+    shapes += [(645, 650)] if seed % 8 == 0 else [(3, r.randrange(1, 40), 24)]
+    options = {"ns_dtype": r.choice([BF16, BF16, F32]), "ns": r.choice(["standard", "gram", "auto"]), "ns_steps": 2}
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
 
