@@ -48,7 +48,10 @@ _SWEEP_OPTS = select({
     "//conditions:default": ["-O2"],
 })
 
-def core_tests(deps, by_prefix, data_by_prefix = {}, copts = []):
+# Under sanitizers these take longer to run, too.
+_BUSY_OPTS = ["-O1", "-include", "precompiled_gtest.h"]
+
+def core_tests(deps, by_prefix, data_by_prefix = {}, copts = [], busy = []):
     """Makes one GoogleTest target for each *_test.cc of the folder, linked with the rooms to test internals.
 
     Args:
@@ -56,7 +59,11 @@ def core_tests(deps, by_prefix, data_by_prefix = {}, copts = []):
       by_prefix: prefix of test names -> their further dependencies.
       data_by_prefix: prefix of test names -> the files that they open.
       copts: further compiler options of every test.
+      busy: names of tests that take longer to run than to compile.
     """
+    for name in busy:
+        if not native.glob([name + ".cc"]):
+            fail("%s.cc is not there" % name)
     for file in native.glob(["*_test.cc"]):
         name = file[:-len(".cc")]
         sweeps = name.endswith("_sweep_test")
@@ -66,7 +73,7 @@ def core_tests(deps, by_prefix, data_by_prefix = {}, copts = []):
             name = name,
             srcs = [file] + native.glob(["*.h", "*.inc"]),
             data = data,
-            copts = TEST_OPTS + copts + (_SWEEP_OPTS if sweeps else MOST_OPTS),
+            copts = TEST_OPTS + copts + (_SWEEP_OPTS if sweeps else _BUSY_OPTS if name in busy else MOST_OPTS),
             linkstatic = True,
             # runs alone, because it takes most of the memory
             tags = ["exclusive"] if "huge" in name else [],

@@ -3,6 +3,7 @@
 import os
 import pathlib
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -26,6 +27,18 @@ def starlark(path: str) -> dict[str, Any]:
 ISAS: dict[str, list[str]] = starlark("bazel/isa.bzl")["ISAS"][platform.machine()]
 
 
+def _processor() -> set[str]:
+    """Returns the instruction sets of this processor, by the compiler's names; empty if they are not known."""
+    try:
+        found = re.search(r"^flags\s*: (.*)", pathlib.Path("/proc/cpuinfo").read_text(), re.M)
+    except OSError:
+        found = None
+    return set(found[1].replace("_", "").split()) if found else set()
+
+
+_PROCESSOR = _processor()
+
+
 class Source(NamedTuple):
     path: str
     """From the repository's root."""
@@ -35,6 +48,13 @@ class Source(NamedTuple):
     def name(self) -> str:
         isa = [flag.removeprefix("-DTX_ISA=") for flag in self.flags if flag.startswith("-DTX_ISA=")]
         return "-".join([pathlib.Path(self.path).stem, *isa])
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether this processor has the instructions that the flags allow. What it cannot run need not be compiled
+        well, which takes long."""
+        allowed = {flag[2:] for flag in self.flags if re.fullmatch(r"-m[a-z0-9]+", flag)}
+        return allowed <= (_PROCESSOR or allowed)
 
 
 def library_sources(folders: list[str]) -> list[Source]:

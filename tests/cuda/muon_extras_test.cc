@@ -84,7 +84,7 @@ class EveryNoting : public testing::TestWithParam<std::tuple<Weight, tx_dtype>> 
 
 TEST_P(EveryNoting, LeavesTheCpusBitsBehind) {
   const auto &[weight, update] = GetParam();
-  for (const int64_t misalign : {0, 1, 2}) {
+  for (const int64_t misalign : kMisaligned) {
     for (const int32_t external : {TX_EXTERNAL_IGNORE, TX_EXTERNAL_RESYNC}) {
       SCOPED_TRACE(testing::Message() << "misaligned by " << misalign << ", external writes " << external);
       Arrange(kGrids[static_cast<size_t>(misalign)]);

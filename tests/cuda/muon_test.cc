@@ -46,7 +46,7 @@ class EveryMomentum : public testing::TestWithParam<MomentumDtypes> {};
 
 TEST_P(EveryMomentum, EqualsTheCpuBitForBit) {
   const auto &[grad, momentum, work] = GetParam();
-  for (const int64_t misalign : {0, 1, 2}) {
+  for (const int64_t misalign : kMisaligned) {
     for (const int32_t rounding : {TX_NEAREST, TX_DITHERED, TX_STOCHASTIC}) {
       for (const double decay : {0.95, 0.3}) {
         Momentum ours(grad, momentum, work, misalign), theirs(grad, momentum, work, misalign);
@@ -89,7 +89,7 @@ class EveryUpdate : public testing::TestWithParam<std::tuple<Weight, tx_dtype>> 
 
 TEST_P(EveryUpdate, EqualsTheCpuBitForBit) {
   const auto &[weight, update] = GetParam();
-  for (const int64_t misalign : {0, 1, 2}) {
+  for (const int64_t misalign : kMisaligned) {
     for (const int32_t rounding : {TX_NEAREST, TX_DITHERED, TX_STOCHASTIC}) {
       for (const int32_t external : {TX_EXTERNAL_IGNORE, TX_EXTERNAL_RESYNC}) {
         Arrange(kGrids[static_cast<size_t>(misalign)]);

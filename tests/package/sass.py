@@ -97,11 +97,15 @@ def shared_alignments(architecture: str = "sm_90") -> dict[str, int]:
     return {name: int(alignment, 16) for alignment, name in sections}
 
 
-def code_of(names: Sequence[str], architecture: str = "sm_90") -> dict[str, list[Instruction]]:
-    """Returns the instructions of kernels, by mangled name."""
+def code_of(
+    names: Sequence[str], architecture: str = "sm_90", only: Sequence[str] = ()
+) -> dict[str, list[Instruction]]:
+    """Returns the instructions of kernels, by mangled name. only: instructions to which the others are not added; to
+    read all of all kernels takes long."""
     found: dict[str, list[Instruction]] = {}
     current: list[Instruction] = []
-    for line in cuobjdump("-sass", "-fun", ",".join(names), architecture=architecture).splitlines():
+    wanted = re.compile("|".join(["Function :", *only]) if only else "")
+    for line in filter(wanted.search, cuobjdump("-sass", "-fun", ",".join(names), architecture=architecture).splitlines()):
         if function := re.match(r"\s*Function : (\S+)", line):
             current = found.setdefault(function[1], [])
         elif m := re.match(r"\s*/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)\s*(.*?);", line):

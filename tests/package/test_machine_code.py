@@ -83,7 +83,7 @@ def stats(names: list[str]) -> Kernel:
 
 
 class Architecture(NamedTuple):
-    """The code of all kernels for one architecture, by mangled name."""
+    """The copies and the minima of all kernels for one architecture, by mangled name."""
 
     name: str
     code: dict[str, list[sass.Instruction]]
@@ -91,8 +91,8 @@ class Architecture(NamedTuple):
 
 @pytest.fixture(scope="module", params=["sm_80", "sm_90", "sm_100"])
 def architecture(request: pytest.FixtureRequest, names: list[str]) -> Architecture:
-    code = sass.code_of(names, request.param)
-    assert sorted(code) == sorted(names) and all(code.values())
+    code = sass.code_of(names, request.param, only=["LDGSTS", "VIMNMX", "IMNMX"])
+    assert sorted(code) == sorted(names) and sum(map(bool, code.values())) > len(code) / 2
     return Architecture(request.param, code)
 
 
