@@ -3,7 +3,8 @@
 FOLDER has, for each call of Bazel, NAME.json (its build events, one JSON object per line) and NAME.status (its exit
 status). The cases in the XML reports of all targets of these calls are counted, cached or not. A target that was not
 built, or that failed without a failed case in its report, counts as one failure. NAME.skipped, which contains the
-reason, stands for a call that was not made, and counts as one skip. Failures and skips are listed by name.
+reason, stands for a call that was not made, and counts as one skip. Failures and skips are listed by name, and before
+them the targets that took longest.
 """
 
 import json
@@ -16,12 +17,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+LONGEST = 10
+"""How many targets are listed with their times."""
+
 
 @dataclass
 class Tally:
     passed: int = 0
     failed: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)  # by call and target
 
 
 def one_line(text: str | None) -> str:
@@ -63,6 +68,8 @@ def count_call(events: pathlib.Path, tally: Tally) -> None:
         if kind == "testResult":
             failed = len(tally.failed)
             outcome = event["testResult"].get("status")
+            seconds = int(event["testResult"].get("testAttemptDurationMillis", 0)) / 1000
+            tally.seconds[where] = tally.seconds.get(where, 0.0) + seconds
             if outcome != "TIMEOUT":
                 for report in reports(event):
                     count_report(report, where, tally)
@@ -82,6 +89,8 @@ def main() -> int:
         count_call(status.with_suffix(".json"), tally)
     for call in sorted(pathlib.Path(sys.argv[1]).glob("*.skipped")):
         tally.skipped.append(f"{call.stem}: {one_line(call.read_text())}")
+    for name, seconds in sorted(tally.seconds.items(), key=lambda item: -item[1])[:LONGEST]:
+        print(f"{seconds:7.1f} s {name}")
     for name in tally.skipped:
         print("SKIPPED", name)
     for name in tally.failed:

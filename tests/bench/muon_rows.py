@@ -1,6 +1,7 @@
 """The benchmark's row about Muon: its passes over memory, and its step against torch.optim.Muon's."""
 
 import ctypes
+import math
 import statistics
 from collections.abc import Callable
 
@@ -152,7 +153,7 @@ def _steps(bench: Bench) -> None:
     n = workload.numel(shapes)
     ms = {f"{name} ms": 1e3 * statistics.median(times[name]) for name in contenders}
     said = f"{len(shapes)} matrices of {n} elements"
-    largest = tuple(sorted(max(shapes, key=lambda shape: shape[0] * shape[1])))
+    largest = tuple(sorted(max(shapes, key=math.prod)))
     errors = {
         "torch's error %": _error(largest, torch.optim.Muon),
         "error % of bf16 products": _error(largest, torch_ext.Muon, ns_dtype=torch.bfloat16),

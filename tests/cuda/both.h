@@ -18,6 +18,13 @@ struct Grid {
 };
 inline const std::vector<Grid> kGrids = {{1, 1}, {3, 2}, {7, 4}};
 
+// Elements by which tensors begin past an address that is aligned to vectors.
+#ifdef TX_SLOW
+inline const std::vector<int64_t> kMisaligned = {0, 1};
+#else
+inline const std::vector<int64_t> kMisaligned = {0, 1, 2};
+#endif
+
 inline void Arrange(const Grid &grid = {3, 2}) {
   emulated::world = emulated::World();
   emulated::Use(grid.processors, grid.blocks_per_processor);

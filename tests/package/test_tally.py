@@ -30,7 +30,8 @@ def result(report: pathlib.Path | None, status: str) -> dict[str, Any]:
     outputs = [{"name": "test.log", "uri": "file:///nowhere"}]
     if report:
         outputs.append({"name": "test.xml", "uri": report.as_uri()})
-    return {"id": {"testResult": {"label": "//t"}}, "testResult": {"status": status, "testActionOutput": outputs}}
+    found = {"status": status, "testActionOutput": outputs, "testAttemptDurationMillis": "1500"}
+    return {"id": {"testResult": {"label": "//t"}}, "testResult": found}
 
 
 NOT_BUILT = {"id": {"targetCompleted": {"label": "//t"}}, "completed": {}}
@@ -85,7 +86,26 @@ def test_a_call_that_was_not_made_is_a_skip(
     (tmp_path / "aarch64.skipped").write_text("no compiler\n")
     monkeypatch.setattr("sys.argv", ["tally.py", str(tmp_path)])
     assert tally.main() == 0
-    assert capsys.readouterr().out.splitlines() == ["SKIPPED aarch64: no compiler", "1 passed, 0 failed, 1 skipped"]
+    time, *lines = capsys.readouterr().out.splitlines()
+    assert time.split() == ["1.5", "s", "call", "//t"]
+    assert lines == ["SKIPPED aarch64: no compiler", "1 passed, 0 failed, 1 skipped"]
+
+
+def test_the_longest_targets_are_named_first(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events = []
+    for i in range(tally.LONGEST + 2):
+        event = result(None, "PASSED")
+        event["id"]["testResult"]["label"] = f"//t{i}"
+        event["testResult"]["testAttemptDurationMillis"] = str(1000 * i)
+        events.append(json.dumps(event))
+    (tmp_path / "call.json").write_text("\n".join(events))
+    (tmp_path / "call.status").write_text("0")
+    monkeypatch.setattr("sys.argv", ["tally.py", str(tmp_path)])
+    tally.main()
+    named = [line.split()[-1] for line in capsys.readouterr().out.splitlines() if " s call" in line]
+    assert named == [f"//t{i}" for i in reversed(range(2, tally.LONGEST + 2))]
 
 
 def test_failures_and_skips_are_named(tmp_path: pathlib.Path) -> None:
