@@ -1,9 +1,11 @@
-"""Measures the peak memory while an optimizer is saved and loaded. Each figure comes from a process of its own,
-`python -m bench.checkpoint_rows`."""
+"""Measures the peak memory while an optimizer is saved and loaded. Each figure comes from a process of its own, forked
+from `python -m bench.checkpoint_rows`, which has only imported what both need."""
 
 import ctypes
 import gc
+import importlib
 import json
+import multiprocessing
 import subprocess
 import sys
 import tempfile
@@ -54,24 +56,30 @@ WAYS = {"dcp": (save_dcp, load_dcp), "file": (save_file, load_file)}
 def measure(name: str, way: str, shapes: Shapes, seed: int) -> tuple[Peak, Peak]:
     """Returns the memory of saving, and of loading into an optimizer that has no state yet. Raises RuntimeError if
     either fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        return tuple(_ask(name, way, loads, shapes, seed, folder) for loads in (False, True))  # type: ignore[return-value]
-
-
-def _ask(name: str, way: str, loads: bool, shapes: Shapes, seed: int, folder: str) -> Peak:
-    """Measures a save or a load in a new process."""
-    question = json.dumps([name, way, loads, shapes, seed, folder])
+    question = json.dumps([name, way, shapes, seed])
     command = [sys.executable, "-m", "bench.checkpoint_rows"]
     run = subprocess.run(command, input=question, capture_output=True, text=True, env=environment())
     if run.returncode:
         raise RuntimeError(f"measuring a checkpoint failed: {run.stderr.strip()[-500:]}")
-    return Peak(*json.loads(run.stdout))
+    saving, loading = json.loads(run.stdout)
+    return Peak(*saving), Peak(*loading)
+
+
+def _answers(name: str, way: str, shapes: Shapes, seed: int) -> list[Peak]:
+    """Measures a save and a load, each in a process that is forked from this new one."""
+    importlib.import_module("torch.distributed.checkpoint")
+    torch.set_num_threads(1)
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for loads in (False, True):
+            with multiprocessing.get_context("fork").Pool(1) as pool:
+                found.append(pool.apply(_answer, (name, way, loads, shapes, seed, folder)))
+    return found
 
 
 def _answer(name: str, way: str, loads: bool, shapes: Shapes, seed: int, folder: str) -> Peak:
     """Measures in this new process, after a small run."""
     warnings.simplefilter("ignore")  # DCP warns that there is one process
-    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as small:  # a small run first, which starts threads and loads code
         for each in (False, True):
             measure_here(name, way, each, [(1 << 16,)], seed, Path(small))
@@ -98,4 +106,4 @@ def measure_here(name: str, way: str, loads: bool, shapes: Shapes, seed: int, fo
 
 
 if __name__ == "__main__":
-    print(json.dumps(_answer(*json.load(sys.stdin))))
+    print(json.dumps(_answers(*json.load(sys.stdin))))

@@ -1,20 +1,17 @@
 """A small, seeded part of the soak must find nothing. `bash tests/soak.sh SECONDS` runs more."""
 
 import functools
-import os
 import pathlib
 import re
 import shutil
 import subprocess
-import sys
 from typing import NamedTuple
 
 import pytest
+from soak import forked
 from soak.outcome import Outcome, Tally
 
 import torch_ext
-
-_SOAK = pathlib.Path(__file__).parent
 
 # By part: the kinds, and the number of runs of each.
 PARTS = {
@@ -115,10 +112,7 @@ def run(*options: str, package: str = "") -> "subprocess.CompletedProcess[str]":
     """Runs the soak in a process of its own, since ranks are forked from a process without threads.
 
     package: a folder with another torch_ext."""
-    command = [sys.executable, str(_SOAK), "--seconds", "240", *options]
-    return subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": package}, check=False
-    )
+    return forked.run(["--seconds", "240", *options], package)
 
 
 @functools.cache

@@ -22,10 +22,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from soak.torch_modules import TORCH_MODULES
 
 import torch_ext
-
-_PRELOADED = ["torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor"]
 
 _SETUP = 60.0
 """Seconds within which a world must connect; far more than a busy machine needs."""
@@ -33,7 +32,7 @@ _SETUP = 60.0
 
 def preload() -> None:
     """Imports what every process would otherwise import for itself."""
-    for name in _PRELOADED:
+    for name in TORCH_MODULES:
         importlib.import_module(name)
     for name in ("CheckpointReader", "CheckpointWriter"):
         getattr(torch_ext, name)
