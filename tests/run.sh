@@ -26,9 +26,7 @@ run_tests() {
 
 bazel query @cuda_toolkit//:nvcc >/dev/null 2>&1 || say "CUDA targets skipped: nvcc not found."
 say "building and testing; the first time takes minutes"
-# Tests of several processes often wait for a rank that is lost or late: more of them run at a time than there are cores.
-at_a_time='HOST_CPUS*1.5'
-run_tests . tests --jobs="$at_a_time" --local_test_jobs="$at_a_time" //...
+run_tests . tests //...
 say "the tests of C and CUDA sources again, and some under torch, under the address and undefined-behaviour sanitizers"
 run_tests . sanitizers --config=asan //tests/core/... //tests/cuda/... //tests/torch:sanitized
 say "several callers and threads, under the thread sanitizer"
