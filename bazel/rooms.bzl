@@ -41,7 +41,10 @@ LITTLE_OPTIMISATION = select({
     "//bazel:sanitized": ["-O0"],
     "//conditions:default": ["-O1"],
 })
-MOST_OPTS = LITTLE_OPTIMISATION + ["-include", "precompiled_gtest.h"]
+
+# If the header's options are not the test's, gcc reads it again, and says so.
+_PRECOMPILED = ["-include", "precompiled_gtest.h", "-Winvalid-pch", "-Wno-error=invalid-pch"]
+MOST_OPTS = LITTLE_OPTIMISATION + _PRECOMPILED
 MOST_DEPS = ["//tests:precompiled_gtest"]
 _SWEEP_OPTS = select({
     "//bazel:sanitized": ["-O1"],
@@ -49,7 +52,10 @@ _SWEEP_OPTS = select({
 })
 
 # Under sanitizers these take longer to run, too.
-_BUSY_OPTS = ["-O1", "-include", "precompiled_gtest.h"]
+_BUSY_OPTS = select({
+    "//bazel:sanitized": ["-O1"],
+    "//conditions:default": ["-O1"] + _PRECOMPILED,
+})
 
 def core_tests(deps, by_prefix, data_by_prefix = {}, copts = [], busy = []):
     """Makes one GoogleTest target for each *_test.cc of the folder, linked with the rooms to test internals.

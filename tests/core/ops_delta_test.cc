@@ -332,13 +332,13 @@ TEST(Delta, AnyDamagedByteIsFound) {
   EXPECT_EQ(engine.Apply({good}), TX_OK);
 }
 
-// Bytes of the body are forged and the checksum is corrected. Such a message may write weights, and nothing else.
 #ifdef TX_SLOW
 constexpr int kForged = 600;
 #else
 constexpr int kForged = 3000;
 #endif
 
+// Bytes of the body are forged and the checksum is corrected. Such a message may write weights, and nothing else.
 TEST(Delta, ForgedBytesWriteNothingElse) {
   for (const Way &way : kWays) {
     Trainer trainer(kSmall, 1, 37, way.exact, way.checks, way.sliceable);

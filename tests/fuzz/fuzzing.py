@@ -57,13 +57,12 @@ def compile_source(source: Source, folder: pathlib.Path, text: str | None = None
     """text: compiled instead of the file's contents."""
     path, made = source.path, folder / f"{source.name}.o"
     sanitize = _SANITIZE_LOOPS if "kernels_isa" in path else _SANITIZE
-    if not source.runs_here:
-        sanitize = ["-O0"]
+    options = ["-O1", "-g1", *sanitize] if source.runs_here else ["-O0"]
     if text is not None:
         (changed := folder / pathlib.Path(path).name).write_text(text)
         path = str(changed)
-        sanitize = [*sanitize, "-w"]
-    clang(*source.flags, "-O1", "-g1", *sanitize, "-c", path, "-o", str(made))
+        options += ["-w"]
+    clang(*source.flags, *options, "-c", path, "-o", str(made))
     return made
 
 

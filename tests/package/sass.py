@@ -105,9 +105,8 @@ def code_of(
     found: dict[str, list[Instruction]] = {}
     current: list[Instruction] = []
     wanted = re.compile("|".join(["Function :", *only]) if only else "")
-    for line in filter(
-        wanted.search, cuobjdump("-sass", "-fun", ",".join(names), architecture=architecture).splitlines()
-    ):
+    lines = cuobjdump("-sass", "-fun", ",".join(names), architecture=architecture).splitlines()
+    for line in filter(wanted.search, lines):
         if function := re.match(r"\s*Function : (\S+)", line):
             current = found.setdefault(function[1], [])
         elif m := re.match(r"\s*/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)\s*(.*?);", line):

@@ -144,6 +144,8 @@ def gradients(number: int) -> Tensor:
 def test_a_library_made_by_clang_steps_with_the_same_bits(libraries: list[ctypes.CDLL], isa: str) -> None:
     present = list(itertools.takewhile(bool, (libraries[0].tx_isa_name(i) for i in range(10))))
     assert present == list(itertools.takewhile(bool, (libraries[1].tx_isa_name(i) for i in range(10))))
+    compiled_well = {source.name for source in library_sources(["csrc/cpu"]) if source.runs_here}
+    assert (f"kernels_isa-{isa}" in compiled_well) == (isa.encode() in present)
     if isa.encode() not in present:
         pytest.skip(f"this processor has no {isa}")
     for library in libraries:

@@ -84,11 +84,10 @@ def stats(names: list[str]) -> Kernel:
 
 
 @functools.cache
-def _of_all(architecture: str) -> dict[str, list[sass.Instruction]]:
-    """Returns the copies and the minima of all kernels, by mangled name."""
-    names = list(sass.usage())
-    code = sass.code_of(names, architecture, only=["LDGSTS", "VIMNMX", "IMNMX"])
-    assert sorted(code) == sorted(names) and sum(map(bool, code.values())) > len(code) / 2
+def _of_all(names: tuple[str, ...], architecture: str) -> dict[str, list[sass.Instruction]]:
+    """Returns the copies, the minima and the ends of all kernels, by mangled name."""
+    code = sass.code_of(names, architecture, only=["LDGSTS", "VIMNMX", "EXIT"])
+    assert sorted(code) == sorted(names) and all(code.values())
     return code
 
 
@@ -129,7 +128,7 @@ def test_copies_into_shared_memory_read_every_sector_once(architecture: str, nam
     def copies(one: sass.Instruction) -> bool:
         return one.name == "LDGSTS" and ".128" in one.operation
 
-    copying = {name for name, code in _of_all("sm_90").items() if any(map(copies, code))}
+    copying = {name for name, code in _of_all(tuple(names), "sm_90").items() if any(map(copies, code))}
     alignments = sass.shared_alignments(architecture)
     assert copying and {name: alignments[name] for name in copying if alignments[name] % CELLS != 0} == {}
 
@@ -139,7 +138,8 @@ def test_no_clamp_has_the_predicate_that_the_assembler_takes_for_its_opposite(
     architecture: str, names: list[str]
 ) -> None:
     """See Note [clamped counts] in cuda/grid.h. sm_80 has no such instruction."""
-    found = {name: [one for one in of if sass.is_misread_clamp(one)] for name, of in _of_all(architecture).items()}
+    code = _of_all(tuple(names), architecture)
+    found = {name: [one for one in of if sass.is_misread_clamp(one)] for name, of in code.items()}
     assert {name: clamps for name, clamps in found.items() if clamps} == {}
 
 

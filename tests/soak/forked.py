@@ -37,7 +37,6 @@ def _main(arguments: list[str], package: str, out: str, errors: str) -> None:
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.environ["PYTHONPATH"] = package
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if package:
         sys.path.insert(0, package)
     from soak import __main__ as command

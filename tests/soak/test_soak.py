@@ -5,6 +5,7 @@ import pathlib
 import re
 import shutil
 import subprocess
+import sys
 from typing import NamedTuple
 
 import pytest
@@ -145,6 +146,12 @@ def test_a_part_of_the_soak(name: str) -> None:
     assert skipped(printed).keys() <= set(FULL_DISKS)
 
 
+def test_the_command() -> None:
+    command = [sys.executable, str(pathlib.Path(__file__).parent), "--runs", "1", "--kinds", "flip_file"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and faultless(done.stdout) == ["flip_file"], done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("kind", FULL_DISKS)
 def test_disks_were_full(kind: str) -> None:
     """Skips if no tmpfs may be mounted here. Skips are counted, so this does not pass unnoticed."""
@@ -180,3 +187,4 @@ def test_each_kind_finds_the_bug_that_is_put_in(kinds: tuple[str, ...], tmp_path
         printed = run(*options, package=str(tmp_path)).stdout
         if not skipped(printed):
             assert re.search(rf"^{kind} .* runs: ", printed, re.M) and faultless(printed) == [], printed
+            assert printed.count("python tests/soak --replay") == 1, "the first that is found is the last"
