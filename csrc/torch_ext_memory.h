@@ -48,7 +48,7 @@ typedef struct tx_memory_args {
   int32_t ema_lows;     /* 1: BF16 averages have 8 further bits (tx_adamw_args.ema_lows) */
   int32_t publishes;    /* 1: steps record what they change (changed, moved), and checksums of it are kept */
   int32_t distances;    /* 1: steps also record how far 16-bit weights move (tx_adamw_args.distances) */
-  int64_t threads;      /* threads of a rank, which tx_muon_lanes depends on; >= 1 */
+  int64_t threads;      /* threads of a rank, which tx_muon_lanes depends on; 0: a GPU multiplies (tx_muon_stack) */
   int64_t n_matrices;
   const tx_muon_matrix *matrices; /* Muon's, in the order in which they are stepped; `param` is an index into layout */
   void *workspace;                /* tx_memory_workspace_bytes, aligned to 8 bytes; NULL: there are no matrices */
@@ -122,7 +122,9 @@ TX_API int64_t tx_memory_workspace_bytes(const tx_memory_args *args);
  * products: for each dtype of products the largest matrix, twice if one cannot be multiplied where its momentum is
  * (because it is sent in another dtype, or does not begin at a cache line); and four squares of the largest smaller
  * dimension; all of it once per matrix that is multiplied at the same time (tx_muon_lanes). On one rank also the
- * largest parameter in the dtype in which it is sent, TX_MUON_PER_LANE times as often.
+ * largest parameter in the dtype in which it is sent, TX_MUON_PER_LANE times as often. On a GPU, unless matrices are
+ * sharded: in place of the largest matrix, and of its square, as many elements as all have together, at most
+ * TX_MUON_STACK; and on one rank momentum of at most TX_MUON_WINDOW bytes, unless one parameter has more.
  *
  * stepping: 0 on one rank; under no_shard all matrices in the dtype in which they are sent; else that of the rank that
  * holds most (tx_muon_exchange_peak). */

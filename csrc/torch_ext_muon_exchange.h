@@ -158,6 +158,16 @@ TX_API int64_t tx_muon_products(const tx_muon_iteration *iteration, tx_muon_prod
  * threads, so the number returned depends only on the matrix's shape, the dtype and `threads`. */
 TX_API int64_t tx_muon_lanes(int64_t rows, int64_t columns, int32_t dtype, int64_t threads);
 
+/* How many matrices of this shape a GPU multiplies in one call of torch, a stack: as many as have TX_MUON_STACK
+ * elements, and at least one. 0 if the shape is not legal. */
+TX_API int64_t tx_muon_stack(int64_t rows, int64_t columns);
+
+#define TX_MUON_STACK (INT64_C(1) << 24)
+
+/* The most bytes of momentum that a GPU keeps at a time for matrices that no other rank shares, unless one parameter
+ * has more. */
+#define TX_MUON_WINDOW (INT64_C(1) << 26)
+
 /* The most matrices that each of these threads multiplies before weights are updated, so that threads finish at about
  * the same time. */
 #define TX_MUON_PER_LANE 3

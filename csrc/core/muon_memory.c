@@ -46,7 +46,7 @@ static int64_t workspace(const extent *e, int copied, int32_t dtype) {
   return ((1 + copied) * e->numel + 4 * e->side * e->side) * item_bytes(dtype);
 }
 
-static int64_t products_in(const tx_memory_args *args, int32_t dtype) {
+static int64_t in_lanes_of(const tx_memory_args *args, int32_t dtype) {
   const extent all = extent_of(args, dtype, 0), in_lanes = extent_of(args, dtype, 1);
   const int alone = args->layout->world == 1, cut = !alone && args->strategy != TX_NO_SHARD;
   const int64_t lanes = cut ? 0 : in_lanes.n < args->threads ? in_lanes.n : args->threads;
@@ -54,6 +54,42 @@ static int64_t products_in(const tx_memory_args *args, int32_t dtype) {
   const int64_t slots = in_lanes.n < lanes * TX_MUON_PER_LANE ? in_lanes.n : lanes * TX_MUON_PER_LANE;
   const int64_t momenta = lanes > 1 ? slots * ((in_lanes.whole + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE) : 0;
   return workspace(&all, all.copied, dtype) + others + (alone ? most(all.whole, momenta) : 0);
+}
+
+/* The bytes of a parameter's momentum up to matrix i, from a cache line on. */
+static int64_t momentum_bytes(const tx_muon_matrix *m) {
+  const int64_t bytes = (m->begin + numel_of(m)) * item_bytes(m->wire_dtype);
+  return (bytes + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE;
+}
+
+/* As much as all together need, at most `limit`, unless the largest needs more. */
+static int64_t limited(int64_t largest, int64_t all, int64_t limit) {
+  return most(largest, all < limit ? all : limit);
+}
+
+static int64_t in_stacks_of(const tx_memory_args *args, int32_t dtype) {
+  const extent largest = extent_of(args, dtype, 0);
+  const int alone = args->layout->world == 1, shared = !alone && args->strategy == TX_NO_SHARD;
+  int64_t numel = 0, square = 0, momentum = 0, of_largest = 0;
+  for (int64_t i = 0; i < args->n_matrices; i++) {
+    const tx_muon_matrix *m = &args->matrices[i], *next = m + 1;
+    if (m->product_dtype != dtype) continue;
+    const int64_t side = m->rows < m->columns ? m->rows : m->columns;
+    numel += numel_of(m);
+    square += side * side;
+    if (i + 1 < args->n_matrices && next->param == m->param) continue;
+    momentum += momentum_bytes(m);
+    of_largest = most(of_largest, momentum_bytes(m));
+  }
+  const int64_t stack = alone || shared ? TX_MUON_STACK : 0;
+  numel = limited(largest.numel, numel, stack);
+  square = limited(largest.side * largest.side, square, stack);
+  return ((1 + (largest.copied || shared)) * numel + 4 * square) * item_bytes(dtype) +
+         (alone ? limited(of_largest, momentum, TX_MUON_WINDOW) : 0);
+}
+
+static int64_t products_in(const tx_memory_args *args, int32_t dtype) {
+  return args->threads > 0 ? in_lanes_of(args, dtype) : in_stacks_of(args, dtype);
 }
 
 /* Writes the elements of parameter i that each rank has. */
@@ -132,8 +168,8 @@ int64_t tx_memory_workspace_bytes(const tx_memory_args *args) {
 tx_status tx_muon_memory(const tx_memory_args *args, int64_t *products, int64_t *stepping, tx_error *error) {
   *products = *stepping = 0;
   if (args->n_matrices == 0) return TX_OK;
-  if (args->threads < 1) {
-    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "memory: threads is %lld; >= 1 is legal",
+  if (args->threads < 0) {
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "memory: threads is %lld; >= 0 is legal",
                    (long long)args->threads);
   }
   if (!args->matrices || !args->workspace || (uintptr_t)args->workspace % sizeof(int64_t) ||

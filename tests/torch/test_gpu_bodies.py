@@ -36,8 +36,8 @@ torch.cuda.set_sync_debug_mode = lambda mode: None
 torch.cuda.mem_get_info = lambda device: (0, 0)
 torch.cuda._sleep = lambda cycles: None
 """
-FILES = ["operators", "training", "extras", "devices", "graphs"]
-NOT_HERE = "replayed|capture|148|somebody_elses|beside_one_on_the_gpu"
+FILES = ["operators", "training", "extras", "devices", "graphs", "muon"]
+NOT_HERE = "replayed|capture|148|near_the_iteration|somebody_elses|beside_one_on_the_gpu"
 FEWER = "fp16|8bit|stochastic|unaligned"  # repeat with other dtypes what others do
 
 

@@ -24,6 +24,8 @@ MUON_ADD_PRODUCT, MUON_MIRRORED, MUON_SHIFTED = 1, 2, 3
 MUON_ORTHOGONAL, MUON_NOT_FINITE, MUON_REFUSED = range(3)
 MUON_PER_LANE = 3
 """How many matrices a thread multiplies on its own, one after the other, before weights are updated."""
+MUON_STACK, MUON_WINDOW = 1 << 24, 1 << 26
+"""On a GPU: the most elements of a stack of matrices, and the most bytes of momentum at a time."""
 
 EXTERNAL_IGNORE, EXTERNAL_RESYNC, EXTERNAL_CHECK = 0, 1, 2
 CHECKSUM_CHECK, CHECKSUM_RESYNC, CHECKSUM_RENEW = 0, 1, 2

@@ -21,6 +21,7 @@ def refuse(
     device: torch.device,
     *,
     on_external_write: str,
+    matrices: bool,
     stateless: bool,
     offloaded: bool,
     measures: bool,
@@ -29,9 +30,14 @@ def refuse(
     """Raises RuntimeError if the step cannot be captured.
 
     Rejected are values that are meant to change but would stay the same in every replay (an lr that is a number, any
-    other hyper-parameter that is a tensor), and everything that waits for the device. stateless: the optimizer has no
-    state yet. offloaded: some of its state is on the host. measures: measure_health() was called for this step."""
+    other hyper-parameter that is a tensor), and everything that waits for the device. matrices: Muon steps some
+    parameters. stateless: the optimizer has no state yet. offloaded: some of its state is on the host. measures:
+    measure_health() was called for this step."""
     begin = "the step is being captured into a CUDA graph, and "
+    if matrices:
+        raise RuntimeError(
+            f"{begin}the step of Muon's matrices waits for the device: step without the graph, or let AdamW step them"
+        )
     if stateless:
         raise RuntimeError(
             f"{begin}there is no state yet, so every replay would create it again: run a step before the capture"

@@ -266,6 +266,7 @@ def _refuse_capture(states: OptimizerStates, all_params: list[Tensor]) -> None:
             states.groups,
             states.counts.device,
             on_external_write=states.optimizer.on_external_write,
+            matrices=any(form is not None for group in states.groups for form in group.get("matrices") or ()),
             stateless=not states.has_any_state(),
             offloaded=any(states.on_host(all_params)),
             measures=states.measuring.next is not None,

@@ -1,18 +1,14 @@
-"""A parameter that Muon updates, with the two operators that read and write its memory: momentum and update."""
+"""A parameter that Muon updates: its memory and its matrices."""
 
-import contextlib
-import ctypes
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_ext.native import library, ops
 from torch_ext.optim.muon import hyper, newton_schulz
 from torch_ext.optim.muon.matrix_forms import Matrix, MatrixForm, matrices
 from torch_ext.optim.muon.sharing import Sharing
-from torch_ext.optim.state.param_state import ParamState, named
+from torch_ext.optim.state.param_state import ParamState
 from torch_ext.tensors import dense
 
 
@@ -64,8 +60,7 @@ class MatrixMember:
         runs = ((m.begin - offset, m.begin - offset + m.numel) for m in self.matrices)
         clipped = ((i, max(begin, 0), min(end, n)) for i, (begin, end) in enumerate(runs))
         self.pieces = [Piece(i, begin, end) for i, begin, end in clipped if begin < end]
-        self._parts = torch.tensor([(0, p.begin) for p in self.pieces], dtype=torch.int64, device="cpu").reshape(-1, 2)
-        self._meta = torch.tensor([(state.id, offset, 0)], dtype=torch.int64, device="cpu")
+        self.meta = state.id, offset, 0
 
     @property
     def name(self) -> str:
@@ -106,51 +101,19 @@ class MatrixMember:
             newton_schulz.operations(m.rows, m.columns, iteration.steps, iteration.kind, dtype) for m in self.matrices
         ]
 
-    def momentum(self, grad: Tensor, scalars: StepScalars, into: Tensor) -> Tensor:
-        """Updates the momentum. Writes this rank's elements of the matrices to orthogonalise to `into`; returns it."""
-        ops.call_unversioned(
-            "muon_momentum_",
-            *([grad], self._flat("momentum_buffer"), self._flat("scales"), [into], [self.state.state["step"]]),
-            *(self._meta, scalars.grad_scale, scalars.clip_coef),
-            *(float(self.group["momentum"]), bool(self.group["nesterov"]), scalars.seed, scalars.moment_rounding),
-        )
-        return into
-
-    def update(self, update: Tensor, scalars: StepScalars) -> None:
-        """Updates weights and masters, and increments the step count."""
-        ops.call_unversioned(
-            "muon_update_",
-            *([self.weight], [update], self._flat(self.state.kinds.master), self._flat("checksum")),
-            *([self.state.state["step"]], self._meta, self._parts, self._rates(), scalars.resynced),
-            *(*self._step_outputs(), scalars.seed, scalars.weight_rounding, scalars.external, *scalars.averaging),
-        )
-
-    def _flat(self, key: str | None) -> list[Tensor]:
-        """Returns a stored state as a list for the operators; an empty list if there is no such state."""
+    def stored(self, key: str | None) -> Tensor | None:
+        """Returns a stored state, flat, for the operators; None if there is no such state."""
         value = self.state.state.get(key) if key else None
-        return [] if value is None else [dense.flat(value).view(-1)]
+        return None if value is None else dense.flat(value).view(-1)
 
-    def _step_outputs(self) -> list[list[Tensor]]:
-        """Returns the arguments changed, moved, distances, emas, ema_lows and healths of muon_update_."""
-        found = self.state.step_outputs()
-        return [[] if one is None else [dense.flat(one).view(-1)] for one in found]
+    def step_outputs(self) -> list[Tensor | None]:
+        """Returns `ParamState.step_outputs`, flat."""
+        return [None if one is None else dense.flat(one).view(-1) for one in self.state.step_outputs()]
 
-    def _rates(self) -> Tensor:
-        """Returns one row (tx_muon_rate) per piece: the factors of the update and of weight decay."""
-        lr, decay = float(self.group["lr"]), float(self.group["weight_decay"])
-        match = int(self.group["adjust_lr_fn"] == "match_rms_adamw")
-        ratio_of = library.function(
-            "tx_muon_lr_ratio", ctypes.c_int64, ctypes.c_int64, ctypes.c_int32, restype=ctypes.c_double, keep_gil=True
-        )
-        of_pieces = (self.matrices[p.matrix] for p in self.pieces)
-        rows = [(lr * ratio_of(m.rows, m.columns, match), lr * decay) for m in of_pieces]
-        return torch.tensor(rows, dtype=torch.float64, device="cpu").reshape(-1, 2)
 
-    @contextlib.contextmanager
-    def named(self) -> Iterator[None]:
-        """Context in which a RuntimeError gets the parameter's name."""
-        try:
-            yield
-        except RuntimeError as refusal:
-            text = named(str(refusal).replace("grads[0]", "params[0]"), [self.name])
-            raise RuntimeError(f"{self.name}: {text}; its weights are as they were") from None
+class Part(NamedTuple):
+    """A matrix to orthogonalise."""
+
+    member: MatrixMember
+    matrix: Matrix
+    momentum: Tensor  # flat, in the transfer dtype; overwritten by the update

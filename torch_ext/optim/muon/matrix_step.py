@@ -12,7 +12,7 @@ from torch_ext.optim.muon import hyper, product_rate, sharing
 from torch_ext.optim.muon.matrix_exchange import Exchange
 from torch_ext.optim.muon.matrix_member import MatrixMember, StepScalars
 from torch_ext.optim.muon.owners import CMatrix, Owners, agreed_smallest
-from torch_ext.optim.muon.products import Products
+from torch_ext.optim.muon.products import Products, products_on
 from torch_ext.optim.muon.sharded_matrices import ShardedStep
 from torch_ext.optim.muon.whole_matrices import Replicated, ReplicatedRun, step_alone
 from torch_ext.optim.state import masters
@@ -69,7 +69,7 @@ class MatrixStep:
         self._groups = list(dict.fromkeys(m.sharing.group for m in self._members if m.sharing is not None))
         self._plans: dict[Any, _GroupPlan] = {}  # process group -> plan; created by the first step
         self._agreed: dict[Any, Owners] = vars(optimizer).setdefault("_owners_agreed", {})
-        self._products = Products()
+        self._products = products_on(self._members[0].device)
         self._averaging = optimizer.averaging.decay, optimizer.averaging.every
 
     def check_gradients(self, grads: Sequence[Tensor], found_inf: Tensor) -> None:

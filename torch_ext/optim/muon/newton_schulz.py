@@ -1,7 +1,7 @@
 """Orthogonalises matrices by Newton-Schulz iterations. C decides the sequence of products (csrc/core/muon_iteration.c).
 
-On the CPU, C also runs the products (tx_torch_orthogonalise), of several matrices in parallel. On a GPU this module
-runs them with torch.
+On the CPU, C also runs the products (tx_torch_orthogonalise), of several matrices in parallel. On a GPU
+`stacked_products` runs them with torch.
 """
 
 import ctypes
@@ -81,15 +81,45 @@ def lanes(rows: int, columns: int, dtype: torch.dtype, threads: int) -> int:
 
 
 class Workspace:
-    """Scratch memory for the orthogonalisation of one matrix at a time, reused for the next one."""
+    """Scratch memory for the orthogonalisation of one matrix, or of one stack, at a time, reused for the next one."""
 
-    def __init__(self, numel: int, side: int, dtype: torch.dtype, device: torch.device) -> None:
-        """numel: elements of the largest matrix. side: the largest of the matrices' smaller dimensions."""
+    def __init__(self, numel: int, square: int, dtype: torch.dtype, device: torch.device) -> None:
+        """numel: elements of the largest matrix. square: of the largest square of a matrix's smaller dimension."""
         self.other = torch.empty(numel, dtype=dtype, device=device)
-        self.squares = [torch.empty(side * side, dtype=dtype, device=device) for _ in range(4)]
+        self.squares = [torch.empty(square, dtype=dtype, device=device) for _ in range(4)]
 
     def addresses(self) -> _Workspace:
         return _Workspace(*(t.data_ptr() for t in (self.other, *self.squares)))
+
+
+def _in_c(rows: int, columns: int, iteration: Iteration, dtype: torch.dtype, panel: int) -> _Iteration:
+    """panel: the panel width of symmetric products; 0: the processor's."""
+    kind, restart = ITERATIONS.index(iteration.kind), RESTART[dtype]
+    return _Iteration(rows, columns, iteration.steps, restart, panel, *iteration.coefficients, kind)
+
+
+class ProductList(NamedTuple):
+    """The products of an iteration, in order. Operands are numbered: the matrix, another one of its shape, and the four
+    squares of a workspace."""
+
+    products: Sequence[_Product]
+    result: int  # the operand that holds the result
+    last_square: int  # the square that the result was last multiplied by, which is finite if the result is
+
+
+@functools.cache
+def products_of(rows: int, columns: int, iteration: Iteration, dtype: torch.dtype) -> ProductList:
+    """Returns the products that orthogonalise a matrix of this size, symmetric ones not divided into panels. dtype: of
+    the products."""
+    pointer, within = ctypes.c_void_p, _in_c(rows, columns, iteration, dtype, min(rows, columns))
+    find: Callable[..., int] = library.function(
+        "tx_muon_products", pointer, pointer, ctypes.c_int64, pointer, pointer, restype=ctypes.c_int64
+    )
+    result, last = ctypes.c_int32(), ctypes.c_int32()
+    ends = ctypes.byref(result), ctypes.byref(last)
+    products = (_Product * find(ctypes.byref(within), None, 0, *ends))()
+    find(ctypes.byref(within), products, len(products), *ends)
+    return ProductList(list(products), result.value, last.value)
 
 
 class Task(NamedTuple):
@@ -100,74 +130,37 @@ class Task(NamedTuple):
     iteration: Iteration
     one_thread: bool  # multiplied by a single thread, in parallel with other matrices
 
-    def begin(self, panel: int) -> _Iteration:
+    def begin(self) -> _Iteration:
         """Divides x by its norm, as torch.optim.Muon does. Returns the iteration as C's struct."""
         self.x.mul_(1.0 / max(self.norm, self.iteration.eps))
-        (a, b, c), (rows, columns) = self.iteration.coefficients, self.x.shape
-        kind, restart = ITERATIONS.index(self.iteration.kind), RESTART[self.x.dtype]
-        return _Iteration(rows, columns, self.iteration.steps, restart, panel, a, b, c, kind)
+        rows, columns = self.x.shape
+        return _in_c(rows, columns, self.iteration, self.x.dtype, 0)
 
 
 def orthogonalise(tasks: Sequence[Task], workspaces: Sequence[Workspace]) -> list[Exception | None]:
-    """Orthogonalises the matrices in place. Returns for each None, or why it failed: NonFiniteProducts, or RuntimeError
-    if torch could not allocate memory.
-
-    On the CPU, tasks with `one_thread` come first, as many in parallel as there are workspaces. On a GPU all tasks run
-    one after the other."""
+    """Orthogonalises matrices on the CPU, in place: in C, which calls torch's matrix products. Tasks with `one_thread`
+    come first, as many in parallel as there are workspaces. Returns for each None, or why it failed: NonFiniteProducts,
+    or RuntimeError if torch could not allocate memory."""
     for task in tasks:
         if task.norm == 0.0:
             task.x.zero_()
     given = [task for task in tasks if task.norm != 0.0]
-    on_cpu = all(task.x.is_cpu for task in given)
-    made = iter(_on_cpu(given, workspaces) if on_cpu else [_by_torch(task, workspaces[0]) for task in given])
-    return [None if task.norm == 0.0 else next(made) for task in tasks]
-
-
-def _on_cpu(tasks: Sequence[Task], workspaces: Sequence[Workspace]) -> list[Exception | None]:
-    """Runs the iterations on the CPU, in C, which calls torch's matrix products."""
-    iterations = [task.begin(0) for task in tasks]
-    jobs = (_Job * max(1, len(tasks)))(
+    iterations = [task.begin() for task in given]
+    jobs = (_Job * max(1, len(given)))(
         *(
             _Job(ctypes.addressof(iteration), task.x.data_ptr(), native_dtypes.code_of(task.x.dtype), task.one_thread)
-            for task, iteration in zip(tasks, iterations, strict=True)
+            for task, iteration in zip(given, iterations, strict=True)
         )
     )
     memory = (_Workspace * len(workspaces))(*(one.addresses() for one in workspaces))
     pointer, int64 = ctypes.c_void_p, ctypes.c_int64
     make = library.function("tx_torch_orthogonalise", pointer, int64, pointer, int64)
-    make(jobs, len(tasks), memory, len(workspaces))
-    return [_failure(job.outcome) for job in jobs[: len(tasks)]]
+    make(jobs, len(given), memory, len(workspaces))
+    made = iter([_failure(job.outcome) for job in jobs[: len(given)]])
+    return [None if task.norm == 0.0 else next(made) for task in tasks]
 
 
 def _failure(outcome: int) -> Exception | None:
     if outcome == constants.MUON_ORTHOGONAL:
         return None
     return NonFiniteProducts(NON_FINITE) if outcome == constants.MUON_NOT_FINITE else RuntimeError(_REFUSED)
-
-
-def _by_torch(task: Task, workspace: Workspace) -> Exception | None:
-    """Runs one iteration with torch, product by product, on the device of the matrix."""
-    n, other = min(task.x.shape), workspace.other[: task.x.numel()].view_as(task.x)
-    iteration, memory = task.begin(n), [task.x, other, *(s[: n * n].view(n, n) for s in workspace.squares)]
-    pointer = ctypes.c_void_p
-    find: Callable[..., int] = library.function(
-        "tx_muon_products", pointer, pointer, ctypes.c_int64, pointer, pointer, restype=ctypes.c_int64
-    )
-    found, last = ctypes.c_int32(), ctypes.c_int32()
-    ends = ctypes.byref(found), ctypes.byref(last)
-    products = (_Product * find(ctypes.byref(iteration), None, 0, *ends))()
-    find(ctypes.byref(iteration), products, len(products), *ends)
-    for p in products:
-        assert p.kind != constants.MUON_MIRRORED  # with a single panel no half has to be mirrored
-        out = memory[p.out]
-        if p.kind == constants.MUON_SHIFTED:
-            out.diagonal().copy_(out.diagonal().float() + p.alpha)  # add_ would first round alpha to bf16
-            continue
-        left, right = memory[p.left], memory[p.right]
-        left, right = left.T if p.left_transposed else left, right.T if p.right_transposed else right
-        torch.addmm(memory[p.added], left, right, beta=p.beta, alpha=p.alpha, out=out)
-    if not bool(torch.isfinite(memory[last.value].sum(dtype=torch.float32))):
-        return NonFiniteProducts(NON_FINITE)
-    if found.value:
-        task.x.copy_(other)
-    return None

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from torch_ext.comm import group_calls
+from torch_ext.optim.muon.matrix_calls import MatrixCall
 from torch_ext.optim.muon.matrix_exchange import Action, Do, Exchange, ShardedMatrix
-from torch_ext.optim.muon.matrix_member import MatrixMember, StepScalars
+from torch_ext.optim.muon.matrix_member import MatrixMember, Part, StepScalars
 from torch_ext.optim.muon.newton_schulz import NON_FINITE, NonFiniteProducts
-from torch_ext.optim.muon.products import Part, Products
+from torch_ext.optim.muon.products import Products
 from torch_ext.optim.muon.whole_matrices import failure_of
 
 # The outcome of a rank's products in a round, which it sends to all ranks.
@@ -70,9 +71,9 @@ class ShardedStep:
 
     def _compute_momentum(self, action: Action) -> None:
         member = self._exchange.members[action.param]
-        with member.named():
-            into = torch.empty(member.weight.numel(), dtype=member.transfer_dtype, device=member.device)
-            self._momenta[member] = member.momentum(self._grads[member], self._scalars, into)
+        into = torch.empty(member.weight.numel(), dtype=member.transfer_dtype, device=member.device)
+        MatrixCall([member]).momentum([self._grads[member]], self._scalars, [into])
+        self._momenta[member] = into
 
     def _gather(self, action: Action) -> None:
         """Starts the all-to-all that sends this rank's parts of the momentum to the owners."""
@@ -123,10 +124,9 @@ class ShardedStep:
     def _update(self, action: Action) -> None:
         member = self._exchange.members[action.param]
         update = self._momenta.pop(member, None)
-        with member.named():  # a parameter of which this rank has no elements still counts the step
-            member.update(
-                member.weight.new_empty(0, dtype=member.transfer_dtype) if update is None else update, self._scalars
-            )
+        if update is None:  # a parameter of which this rank has no elements still counts the step
+            update = member.weight.new_empty(0, dtype=member.transfer_dtype)
+        MatrixCall([member]).update([update], self._scalars)
 
     def _discard(self, action: Action) -> None:
         self._momenta.pop(self._exchange.members[action.param], None)

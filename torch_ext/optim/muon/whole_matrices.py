@@ -9,14 +9,15 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from torch_ext.comm import group_calls
-from torch_ext.native import constants
-from torch_ext.optim.muon.matrix_member import MatrixMember, StepScalars
+from torch_ext.optim.muon.matrix_calls import MatrixCall, calls_of
+from torch_ext.optim.muon.matrix_member import MatrixMember, Part, StepScalars
 from torch_ext.optim.muon.newton_schulz import NON_FINITE, NonFiniteProducts
 from torch_ext.optim.muon.owners import Owners
-from torch_ext.optim.muon.products import Part, Products
+from torch_ext.optim.muon.products import Products
 from torch_ext.optim.step_progress import NotStepped
 
 
@@ -25,17 +26,16 @@ def step_alone(grads: dict[MatrixMember, Tensor], products: Products, scalars: S
     RuntimeError naming the first such parameter; all other parameters are updated."""
     failed: dict[MatrixMember, Exception] = {}
     for window in products.windows(list(grads)):
-        updates: dict[MatrixMember, Tensor] = {}
-        for i, member in enumerate(window):
-            with member.named():
-                updates[member] = member.momentum(grads[member], scalars, products.momentum_of(member, i))
-        parts = (_part(member, i, updates[member]) for member in window for i in range(len(member.matrices)))
-        for part, failure in products.orthogonalise(parts, constants.MUON_PER_LANE):
+        updates = dict(window)
+        calls = calls_of(updates)
+        for call in calls:
+            call.momentum([grads[m] for m in call.members], scalars, [updates[m] for m in call.members])
+        parts = (_part(member, i, update) for member, update in window for i in range(len(member.matrices)))
+        for part, failure in products.orthogonalise(parts, window=True):
             if failure is not None:
                 failed.setdefault(part.member, failure)
-        for member, update in updates.items():
-            if member not in failed:
-                _update(member, update, scalars)
+        for call in calls_of(m for m in updates if m not in failed) if failed else calls:
+            call.update([updates[m] for m in call.members], scalars)
     for member in grads:
         if member in failed:
             raise failure_of(member, failed[member])
@@ -52,25 +52,20 @@ def _part(member: MatrixMember, i: int, momentum: Tensor) -> Part:
     return Part(member, m, momentum[m.begin : m.begin + m.numel])
 
 
-def _update(member: MatrixMember, update: Tensor, scalars: StepScalars) -> None:
-    with member.named():
-        member.update(update, scalars)
-
-
 class _Broadcasts:
     """A parameter whose updates are being broadcast."""
 
     def __init__(self, member: MatrixMember, update: Tensor, calls: Sequence[group_calls.Call]) -> None:
-        self._member, self._update, self._calls = member, update, calls
+        self.member, self._update, self._calls = member, update, calls
 
     def finish(self, scalars: StepScalars) -> None:
         """Waits for the updates and applies them to the weights. Raises if an owner marked one as failed (NaN)."""
         for call in self._calls:
             call.wait()
-        member = self._member
-        if any(math.isnan(float(self._update[m.begin])) for m in member.matrices):
-            raise failure_of(member, NonFiniteProducts(NON_FINITE))
-        _update(member, self._update, scalars)
+        firsts = torch.stack([self._update[m.begin] for m in self.member.matrices])
+        if bool(firsts.isnan().any()):
+            raise failure_of(self.member, NonFiniteProducts(NON_FINITE))
+        MatrixCall([self.member]).update([self._update], scalars)
 
 
 class Replicated(NamedTuple):
@@ -91,11 +86,14 @@ class ReplicatedRun:
     def __init__(self, products: Products, scalars: StepScalars) -> None:
         self._products, self._scalars = products, scalars
         self._updates: dict[MatrixMember, Tensor] = {}
+        self._members: list[MatrixMember] = []
         self._broadcasts: list[_Broadcasts] = []
         self._error: Exception | None = None  # this rank's first error
 
     def start(self, params: Sequence[Replicated]) -> None:
         """Computes the momentum, and the products of the matrices that this rank owns; starts all broadcasts."""
+        self._members = [one.member for one in params]
+        params = sorted(params, key=lambda one: one.member.largest[1:])  # on a GPU one shape is multiplied together
         own = self._products.orthogonalise(self._own(params))
         for one in params:
             member, update, calls = one.member, self._update_of(one), []
@@ -117,8 +115,8 @@ class ReplicatedRun:
         member = one.member
         if member not in self._updates:
             into = one.grad.new_empty(one.grad.numel(), dtype=member.transfer_dtype)
-            with member.named():
-                self._updates[member] = member.momentum(one.grad, self._scalars, into)
+            MatrixCall([member]).momentum([one.grad], self._scalars, [into])
+            self._updates[member] = into
         return self._updates[member]
 
     def _note_failure(self, part: Part, failure: Exception | None) -> None:
@@ -133,11 +131,14 @@ class ReplicatedRun:
     def finish(self) -> None:
         """Waits for all updates and applies them. If an owner's products failed, raises RuntimeError on every rank:
         this rank's own error, or one that names the first such parameter. All other parameters are updated."""
-        refused = self._error
+        refused: dict[MatrixMember, Exception] = {}
         for one in self._broadcasts:
             try:
                 one.finish(self._scalars)
             except RuntimeError as error:
-                refused = refused or error
-        if refused is not None:
-            raise refused
+                refused[one.member] = error
+        if self._error is not None:
+            raise self._error
+        for member in self._members:
+            if member in refused:
+                raise refused[member]
