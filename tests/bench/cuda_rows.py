@@ -13,7 +13,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench import bench_report, gpu_peer_rows, optimizer_configs, other_ways, peers, restarts, small_rows, workload
+from bench import (
+    bench_report,
+    gpu_muon_rows,
+    gpu_peer_rows,
+    optimizer_configs,
+    other_ways,
+    peers,
+    restarts,
+    small_rows,
+    workload,
+)
 from bench.figures import Bar, Findings
 from bench.gpu_work import copy_of, waited
 from bench.optimizer_configs import CONFIGURATIONS, Stepper
@@ -278,6 +288,10 @@ def _peers(bench: Bench, name: str) -> None:
     gpu_peer_rows.shares(bench, name, _DEVICE)
 
 
+def _muon(bench: Bench, name: str) -> None:
+    gpu_muon_rows.compare(bench, name, _DEVICE)
+
+
 # Row -> its function and the names of its parts.
 ROWS: dict[str, tuple[Callable[..., None], Sequence[str]]] = {
     "wall": (_wall, ("fp32", "bf16", "bf16_remainder", "8bit")),
@@ -285,5 +299,6 @@ ROWS: dict[str, tuple[Callable[..., None], Sequence[str]]] = {
     "torch": (_torch, tuple(_PEERS)),
     "host": (_host, ("fp32", "bf16")),
     "launches": (_launches, ("fp32", "bf16", "bf16_remainder", "8bit")),
+    "muon": (_muon, gpu_muon_rows.MODELS),
     "peers": (_peers, tuple(gpu_peer_rows.PEERS)),
 }

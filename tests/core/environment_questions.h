@@ -398,6 +398,7 @@ inline void Coefficients(Answer *answer) {
     answer->Add(tx_muon_lr_ratio(i * 7, 13, i & 1));
     answer->Add(tx_muon_panel(i * 61, TX_F32, 1, 0));
     answer->Add(tx_muon_lanes(i * 61, 512, TX_F32, 8));
+    answer->Add(tx_muon_stack(i * 61, 512));
   }
 }
 

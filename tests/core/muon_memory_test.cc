@@ -94,9 +94,55 @@ TEST(MemoryOfMatrices, OfLanes) {
   m.threads = 3;
   ASSERT_EQ(m.Plan(TX_NO_SHARD, 2, &memory, &error), TX_OK) << error.message;
   EXPECT_EQ(memory.products, 3 * products);
-  m.threads = 0;
+  m.threads = -1;
   EXPECT_EQ(m.Plan(TX_NO_SHARD, 1, &memory, &error), TX_ERROR_INVALID_ARGUMENT);
-  EXPECT_NE(std::string(error.message).find("threads is 0"), std::string::npos) << error.message;
+  EXPECT_NE(std::string(error.message).find("threads is -1"), std::string::npos) << error.message;
+}
+
+// A GPU multiplies as many at a time as fit into a stack, if the matrices are not sharded.
+TEST(MemoryOfMatrices, OfStacks) {
+  Matrices m;
+  m.threads = 0;
+  for (tx_muon_matrix &one : m.matrices)
+    one.product_dtype = TX_BF16;
+  tx_memory memory;
+  tx_error error;
+  // Copied, because one does not begin at a cache line.
+  ASSERT_EQ(m.Plan(TX_OPTIM, 2, &memory, &error), TX_OK) << error.message;
+  EXPECT_EQ(memory.products, 2 * (2 * 600 + 4 * 6 * 6));
+  m.matrices[2].begin = 192;
+  m.matrices[1].columns = m.matrices[2].columns = 48;
+  const int64_t numel = 600 + 2 * 192, squares = 6 * 6 + 2 * 4 * 4;
+  ASSERT_EQ(m.Plan(TX_NO_SHARD, 1, &memory, &error), TX_OK) << error.message;
+  EXPECT_EQ(memory.products, 2 * (numel + 4 * squares) + 1216 + 768);  // momentum is aligned to cache lines
+  ASSERT_EQ(m.Plan(TX_NO_SHARD, 2, &memory, &error), TX_OK) << error.message;
+  EXPECT_EQ(memory.products, 2 * (2 * numel + 4 * squares));  // a stack is copied, where momentum is in other memory
+  m.matrices[0].product_dtype = TX_F32;                       // sent in bf16, so it is copied
+  ASSERT_EQ(m.Plan(TX_NO_SHARD, 1, &memory, &error), TX_OK) << error.message;
+  EXPECT_EQ(memory.products, 4 * (2 * 600 + 4 * 6 * 6) + 1216 + 2 * (2 * 192 + 4 * 2 * 4 * 4) + 768);
+}
+
+// More than a stack or a window holds.
+TEST(MemoryOfMatrices, OfManyStacks) {
+  const int64_t side = 3000, numel = side * side, n = 8;
+  const int64_t shape[2] = {side, side};
+  std::vector<tx_layout_param> params(n, Param(numel));
+  std::vector<tx_muon_matrix> matrices;
+  for (int64_t i = 0; i < n; i++) {
+    params[static_cast<size_t>(i)].shape = shape;
+    params[static_cast<size_t>(i)].ndim = 2;
+    matrices.push_back({i, 0, side, side, 0, TX_BF16, TX_BF16, 0});
+  }
+  Question question({"", params, State(TX_BF16, TX_NONE, TX_NONE), 1, numel, TX_NO_SHARD, {}, {Unit(n * numel)}});
+  question.args.n_matrices = n;
+  question.args.matrices = matrices.data();
+  question.args.threads = 0;
+  std::vector<int64_t> room(static_cast<size_t>(tx_memory_workspace_bytes(&question.args) / 8));
+  question.args.workspace = room.data();
+  tx_memory memory;
+  tx_error error;
+  ASSERT_EQ(tx_memory_plan(&question.args, &memory, &error), TX_OK) << error.message;
+  EXPECT_EQ(memory.products, 2 * (TX_MUON_STACK + 4 * TX_MUON_STACK) + TX_MUON_WINDOW);
 }
 
 TEST(MemoryOfMatrices, IllegalOnes) {

@@ -47,6 +47,17 @@ TEST(MuonProducts, OfBf16HaveAThreadEach) {
   EXPECT_EQ(tx_muon_lanes(768, 768, TX_BF16, 64), 0);
 }
 
+TEST(MuonProducts, OfAGpuAreStacks) {
+  EXPECT_EQ(tx_muon_stack(768, 768), 28);
+  EXPECT_EQ(tx_muon_stack(3072, 768), 7);
+  EXPECT_EQ(tx_muon_stack(1, 1), TX_MUON_STACK);
+  EXPECT_EQ(tx_muon_stack(4096, 4096), 1);
+  EXPECT_EQ(tx_muon_stack(4096, 4097), 1);
+  EXPECT_EQ(tx_muon_stack(INT64_MAX, INT64_MAX), 1);
+  EXPECT_EQ(tx_muon_stack(0, 5), 0);
+  EXPECT_EQ(tx_muon_stack(5, -1), 0);
+}
+
 // In units of r^3, r being the shorter side: shapes of 4:1, 3:1 and squares; five steps.
 TEST(Decisions, OperationsOfBothIterations) {
   const double unit = 64.0 * 64 * 64;

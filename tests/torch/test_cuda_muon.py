@@ -5,49 +5,15 @@ The GPU is a stand-in that computes with the CPU's functions (gpu_stand_in.py); 
 muon_extras_test.cc show that the CUDA passes compute the same.
 """
 
-import pathlib
 from typing import Any
 
 import gpu_stand_in
+import muon_on_stand_in
 import pytest
 
-HELPERS = pathlib.Path(gpu_stand_in.__file__).parent
 WORDS = ["fp32", "bf16", "bf16_remainder", "8bit"]
 RUN = f"""
-import json, os, random, sys
-sys.path[:0] = {[str(HELPERS), str(gpu_stand_in.ROOT)]!r}
-import torch
-from gpu_stand_in import StandIn, without_pinned_memory
-stand_in = StandIn(*sys.argv[1:])
-import torch_ext
-torch.set_num_threads(1)
-
-vector_norm = torch.linalg.vector_norm
-
-def exact_norm(*arguments, dtype=None, **options):  # as the CPU's, so that bits can be compared
-    return vector_norm(*arguments, dtype=torch.float64 if dtype is torch.float32 else dtype, **options)
-
-torch.linalg.vector_norm = exact_norm
-
-SHAPES = [(48, 16), (16, 32), (3, 8, 12), (24, 24), (7,)]
-
-def made(device, shapes=SHAPES, **options):
-    generator = torch.Generator().manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(s, generator=generator).bfloat16().to(device)) for s in shapes]
-    named = [(f"p{{i}}", p) for i, p in enumerate(params)]
-    return torch_ext.Muon(named, **({{"lr": 0.05, "split": {{"p3": 2}}}} | options))
-
-def trained(optimizer, steps=3, clip=False):
-    params = optimizer.param_groups[0]["params"]
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(step)
-        for p in params:
-            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype).to(p.device)
-        if clip:
-            torch_ext.clip_grad_norm_(optimizer, 0.5)
-        optimizer.step()
-    return [p.detach().cpu() for p in params]
-
+{muon_on_stand_in.PREAMBLE}
 def everything(optimizer):
     state = optimizer.state_dict()["state"]
     return [t.cpu() for s in state.values() for _, t in sorted(s.items()) if torch.is_tensor(t)]
@@ -67,57 +33,6 @@ found["entries"] = sorted(entries)
 optimizer = made("cuda:1", ns_dtype=None)
 trained(optimizer, 1)
 found["dtype"] = optimizer.param_groups[0]["ns_dtype"]
-
-# -- stacks of matrices of one shape
-
-multiply, multiplied = torch.baddbmm, []
-
-def counted(*arguments, **options):
-    multiplied.append(options["out"].shape[0])
-    return multiply(*arguments, **options)
-
-def distances(seed):
-    r = random.Random(seed)
-    shapes = [(r.randrange(1, 40), r.randrange(1, 40)) for _ in range(r.randrange(1, 4))]
-    shapes = [s for s in shapes for _ in range(r.choice([1, 2, 7]))] + [(3, *shapes[0])] * r.randrange(2) + [(7,)]
-    r.shuffle(shapes)
-    options = {{"states": r.choice({WORDS!r}), "ns": r.choice(["standard", "gram", "auto"]), "split": None,
-                "ns_dtype": r.choice([torch.float32, torch.bfloat16])}}
-    start = [p.detach().float() for p in made("cpu", shapes, **options).param_groups[0]["params"]]
-    ways = [made(device, shapes, **options) for device in ("cpu", "cuda:1")]
-    for one in ways:
-        trained(one)
-    here, there = ([t.cpu().float() for t in one.master_state_dict().values()] for one in ways)
-    return max(float((x - y).norm() / (x - begin).norm()) for x, y, begin in zip(here, there, start))
-
-torch.baddbmm = counted
-found["stacks"] = [distances(seed) for seed in range(20)]
-found["multiplied"] = max(multiplied)
-
-# as many calls for ten as for two
-calls = []
-for copies in (2, 10):
-    multiplied.clear()
-    trained(made("cuda:1", [(24, 16)] * copies, split=None, ns_dtype=torch.bfloat16), steps=1)
-    calls.append([len(multiplied), *set(multiplied)])
-found["calls"] = calls
-
-# the products of one matrix of a stack are not finite
-
-def broken(added, left, right, beta, alpha, out):
-    multiply(added, left, right, beta=beta, alpha=alpha, out=out)
-    out[2].fill_(float("nan"))
-
-torch.baddbmm = broken
-optimizer = made("cuda:1", [(24, 16)] * 5, split=None, ns_dtype=torch.bfloat16)
-before = [p.detach().cpu().clone() for p in optimizer.param_groups[0]["params"]]
-try:
-    trained(optimizer, steps=1)
-except RuntimeError as error:
-    found["error"] = str(error)
-torch.baddbmm = multiply
-after = [p.detach().cpu() for p in optimizer.param_groups[0]["params"]]
-found["moved"] = [not torch.equal(x, y) for x, y in zip(before, after)]
 
 without_pinned_memory()
 os.urandom = lambda n: bytes(range(n))  # the name of a chain
@@ -177,21 +92,3 @@ def test_products_are_in_bf16_where_nobody_chose(found: dict[str, Any]) -> None:
 @pytest.mark.parametrize("word", WORDS)
 def test_what_a_step_leaves_behind_is_the_cpus(word: str, left: str, found: dict[str, Any]) -> None:
     assert found[f"{word} {left}"]
-
-
-def test_random_models_are_near_the_cpus(found: dict[str, Any]) -> None:
-    """Their matrices of one shape are multiplied in stacks."""
-    assert found["multiplied"] > 7  # of the parameters of a shape, and a stack of experts
-    assert max(found["stacks"]) < 0.02, found["stacks"]
-
-
-def test_a_product_of_many_matrices_is_one_call(found: dict[str, Any]) -> None:
-    (of_two, two), (of_ten, ten) = found["calls"]
-    assert of_two == of_ten and (two, ten) == (2, 10)
-
-
-def test_one_of_a_stack_is_not_finite(found: dict[str, Any]) -> None:
-    """The error names the parameter; all others are stepped."""
-    assert "p2" in found["error"].partition(":")[0], found["error"]
-    assert "not finite" in found["error"]
-    assert found["moved"] == [True, True, False, True, True]

@@ -60,7 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--slots",
         action="store_true",
-        help="for GPUs with NCCL: buckets are sent from slots, buffers that are kept between steps",
+        help="for GPUs with NCCL: buckets are sent from slots, buffers that are kept between steps; with --muon, "
+        "matrices are multiplied by GPUs",
     )
     parser.add_argument(
         "--strategy",

@@ -120,7 +120,7 @@ def plan_memory(
         publishes=publisher,
         distances=exact,
         **_ema_arguments(Averaging.of(0.0, ema_dtype, 1) if ema_dtype else NO_AVERAGING),
-        **_matrix_arguments([] if matrices is None else matrices.rows, None if muon is None else muon.threads),
+        **_matrix_arguments([] if matrices is None else matrices.rows, _threads_of(muon, slots)),
     )
     workspace = _workspace_of(args)
     args.workspace = ctypes.addressof(workspace)
@@ -151,9 +151,16 @@ def _ema_arguments(averages: Averaging) -> dict[str, int]:
     return {"ema_dtype": native_dtypes.code_of(next(iter(planes.values()))) or 0, "ema_lows": len(planes) - 1}
 
 
-def _matrix_arguments(rows: Sequence[CMatrix], threads: int | None) -> dict[str, Any]:
+def _matrix_arguments(rows: Sequence[CMatrix], threads: int) -> dict[str, Any]:
     matrices = (CMatrix * max(1, len(rows)))(*rows)
-    return {"threads": threads or torch.get_num_threads(), "n_matrices": len(rows), "matrices": matrices}
+    return {"threads": threads, "n_matrices": len(rows), "matrices": matrices}
+
+
+def _threads_of(muon: MuonOptions | None, on_gpus: bool) -> int:
+    """Returns the threads that multiply matrices; 0: a GPU does."""
+    if muon is not None and muon.threads is not None:
+        return muon.threads
+    return 0 if on_gpus else torch.get_num_threads()
 
 
 def _workspace_of(args: _MemoryArgs) -> Any:

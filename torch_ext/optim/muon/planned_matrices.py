@@ -26,7 +26,8 @@ class MuonOptions(NamedTuple):
     model: nn.Module | None = None
     """The model; its output layer is left to AdamW."""
     threads: int | None = None
-    """torch's threads on each rank; None: as many as torch has here."""
+    """torch's threads on each rank; 0: a GPU multiplies; None: 0 in a plan for GPUs (`slots`), else as many as torch
+    has here."""
 
 
 class PlannedMatrices(NamedTuple):
