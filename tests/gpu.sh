@@ -16,8 +16,9 @@
 #
 # FOLDER (default bazel-bin) has libtorch_ext.so, libtorch_ext_cuda.so (there or in its folder cuda), and maybe the
 # folders variants, and peers: Python packages of optimizers that the benchmark compares with. Python (python3, or
-# $TORCH_EXT_PYTHON) has torch and pytest. QUICK=1: small benchmarks. --json FILE: writes counts, times and failures
-# (default: $OUT/gpu.json if $OUT is set), and the benchmarks' figures to the same folder.
+# $TORCH_EXT_PYTHON) has torch and pytest. QUICK=1: small benchmarks. TORCH_EXT_ROWS: the rows of the benchmark, all
+# unless this is set. --json FILE: writes counts, times and failures (default: $OUT/gpu.json if $OUT is set), and the
+# benchmarks' figures to the same folder.
 set -uo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 say() { printf 'torch_ext: %s\n' "$*"; }
@@ -207,7 +208,7 @@ if [ -n "$why" ]; then
   ! wanted variants || skip "the variants: no GPU"
   ! wanted sanitizer || skip "compute-sanitizer: no GPU"
 else
-  ! wanted benchmark || { mapfile -t to < <(figures bench) && part 300 "the benchmark" "$python" "$root/tests/bench" --device cuda ${QUICK:+--quick} "${to[@]}"; }
+  ! wanted benchmark || { mapfile -t to < <(figures bench) && part 300 "the benchmark" "$python" "$root/tests/bench" --device cuda ${TORCH_EXT_ROWS:+--rows $TORCH_EXT_ROWS} ${QUICK:+--quick} "${to[@]}"; }
   if wanted variants; then
     if ls "$built"/variants/*.so >/dev/null 2>&1; then
       mapfile -t to < <(figures variants)

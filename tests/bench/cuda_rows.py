@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"bench --device cuda: {reason}")
         return 1
     folder = str(options.variants.absolute()) if options.variants else ""
-    keys = ("params", "rounds", "threads", "seed", "quick")
+    keys = ("params", "rounds", "threads", "seed", "quick", "rows")
     settings = {key: getattr(options, key) for key in keys} | {"variants": folder}
     measured = bench(settings, Findings())
     if options.quick:
@@ -86,7 +86,8 @@ def parts(settings: Mapping[str, Any]) -> dict[str, Callable[[Bench], None]]:
             f"variants {name}": partial(variants, folder=pathlib.Path(folder), device=_DEVICE, names=[name])
             for name in CONFIGURATIONS
         }
-    return {f"{row} {name}": partial(measure, name=name) for row, (measure, names) in ROWS.items() for name in names}
+    rows = {row: ROWS[row] for row in settings["rows"]}
+    return {f"{row} {name}": partial(measure, name=name) for row, (measure, names) in rows.items() for name in names}
 
 
 def bench(settings: Mapping[str, Any], findings: Findings) -> Bench:

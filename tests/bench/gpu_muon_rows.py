@@ -13,8 +13,8 @@ from bench.row import Bench
 from bench.workload import Shapes
 
 _WIDTH, _HIDDEN, _KEYS = 4096, 14336, 1024
-_LAYER: Shapes = [(_WIDTH, _WIDTH), (_KEYS, _WIDTH), (_KEYS, _WIDTH), (_WIDTH, _WIDTH)]
-_LAYER += [(_HIDDEN, _WIDTH), (_HIDDEN, _WIDTH), (_WIDTH, _HIDDEN)]
+_ATTENTION: Shapes = [(_WIDTH, _WIDTH), (_KEYS, _WIDTH), (_KEYS, _WIDTH), (_WIDTH, _WIDTH)]
+_LAYER: Shapes = [*_ATTENTION, (_HIDDEN, _WIDTH), (_HIDDEN, _WIDTH), (_WIDTH, _HIDDEN)]
 
 MODELS = ("gpt2", "llama")
 """Parts of the row: GPT-2's matrices, which are small; two layers of a Llama with 8 billion parameters."""
@@ -27,7 +27,7 @@ def compare(bench: Bench, name: str, device: str) -> None:
     if not hasattr(torch.optim, "Muon"):
         bench.skip("muon", what, f"torch {torch.__version__} has no Muon")
         return
-    shapes = matrices(bench.model) if name == "gpt2" else 2 * _small(bench)
+    shapes = matrices(bench.model) if name == "gpt2" else [*_layer(bench), *_layer(bench)]
     params = [workload.make(shapes, torch.bfloat16, bench.seed, device) for _ in range(3)]
     contenders = {
         "torch": waited(torch.optim.Muon(params[0], lr=1e-3).step),
@@ -41,6 +41,6 @@ def compare(bench: Bench, name: str, device: str) -> None:
     bench.add("muon", f'{what} with ns="auto"', timing.ratio(times, "torch", "auto"), Bar(1.0, 1.5))
 
 
-def _small(bench: Bench) -> Shapes:
+def _layer(bench: Bench) -> Shapes:
     """Returns the shapes of a layer; small ones for a benchmark whose model is small."""
     return _LAYER if workload.numel(bench.model) > 10**8 else [(64, 64), (172, 64), (64, 172)]

@@ -19,8 +19,10 @@ _QUICK_PARAMS, _QUICK_ROUNDS = 1 << 16, 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=", ".join(ROWS))
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: rows of its own, all of them")
+    on_cuda = f"with --device cuda: {', '.join(cuda_rows.ROWS)}"
+    choices = list(dict.fromkeys((*ROWS, *cuda_rows.ROWS)))
+    parser.add_argument("--rows", nargs="+", choices=choices, metavar="ROW", help=f"{', '.join(ROWS)}; {on_cuda}")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
         "--variants", type=Path, metavar="FOLDER", help="of --device cuda: builds of the CUDA library there, instead"
     )
@@ -59,6 +61,11 @@ def _folder(text: str) -> Path:
 
 def run(options: argparse.Namespace) -> int:
     """Measures the rows and prints their figures as they come. The exit status does not depend on the figures."""
+    legal = list(cuda_rows.ROWS if options.device == "cuda" else ROWS)
+    options.rows = options.rows or legal
+    if unknown := [row for row in options.rows if row not in legal]:
+        print(f"bench: --device {options.device} has no row {unknown[0]}; {', '.join(legal)} are legal")
+        return 2
     if options.device == "cuda":
         return cuda_rows.run(options)
     torch.set_num_threads(options.threads)

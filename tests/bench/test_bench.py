@@ -344,6 +344,12 @@ def test_options_that_are_not_legal(arguments: list[str], capsys: pytest.Capture
     assert arguments[0] in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("device", "row"), [("cpu", "many"), ("cuda", "deltas")])
+def test_a_row_of_another_device(device: str, row: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--device", device, "--rows", row]) == 2
+    assert f"--device {device} has no row {row}; wall, " in capsys.readouterr().out
+
+
 def test_pictures_without_matplotlib_say_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
 ) -> None:

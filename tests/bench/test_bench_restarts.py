@@ -194,7 +194,15 @@ def test_a_long_text_keeps_its_end_and_how_the_process_ended() -> None:
 
 # -- the benchmark on a device ---------------------------------------------------------------------------------------
 
-SETTINGS = {"params": None, "rounds": None, "threads": 1, "seed": 0, "quick": True, "variants": ""}
+SETTINGS = {
+    "params": None,
+    "rounds": None,
+    "threads": 1,
+    "seed": 0,
+    "quick": True,
+    "variants": "",
+    "rows": list(cuda_rows.ROWS),
+}
 ON_A_DEVICE = """
 import argparse, pathlib, sys
 from bench import cuda_rows, restarts
@@ -206,7 +214,8 @@ class Pretended(restarts.Restarts):
         super().__init__("pretended_rows", settings, changed)
 restarts.Restarts = Pretended
 sys.exit(cuda_rows.run(argparse.Namespace(
-    params=7, rounds=2, threads=1, seed=0, quick=False, variants=None, json=pathlib.Path(sys.argv[1]) / "bench.json"
+    params=7, rounds=2, threads=1, seed=0, quick=False, variants=None, rows=[],
+    json=pathlib.Path(sys.argv[1]) / "bench.json",
 )))
 """
 
@@ -249,6 +258,9 @@ def test_every_part_has_a_name_and_can_be_named() -> None:
     settings = SETTINGS | {"quick": False}
     names = list(cuda_rows.parts(settings))
     assert names[:4] == [f"wall {name}" for name in CONFIGURATIONS] and len(set(names)) == len(names) == 20
+    assert list(cuda_rows.parts(settings | {"rows": ["host", "muon"]})) == [
+        *("host fp32", "host bf16", "muon gpt2", "muon llama")
+    ]
     assert list(cuda_rows.parts(settings | {"variants": "/v"})) == [f"variants {name}" for name in CONFIGURATIONS]
     assert cuda_rows.bench(settings, Findings()).params == 1_000_000_000
     assert cuda_rows.bench(settings | {"variants": "/v"}, Findings()).params == 1 << 28
