@@ -100,6 +100,15 @@ except RuntimeError as error:
 torch.baddbmm = multiply
 after = [p.detach().cpu() for p in optimizer.param_groups[0]["params"]]
 found["moved"] = [not torch.equal(x, y) for x, y in zip(before, after)]
+
+# a step within a capture
+torch.cuda.is_current_stream_capturing = lambda: True
+found["captured"] = []
+for lr in (0.05, torch.tensor(0.05).to("cuda:1")):
+    try:
+        trained(made("cuda:1", [(24, 16)], split=None, lr=lr), steps=1)
+    except RuntimeError as error:
+        found["captured"].append(str(error))
 print(json.dumps(found))
 """
 
@@ -131,3 +140,9 @@ def test_one_of_a_stack_is_not_finite(found: dict[str, Any]) -> None:
 def test_memory_is_as_planned(found: dict[str, Any]) -> None:
     kept = [measured for measured, _ in found["memory"]]
     assert kept == [planned for _, planned in found["memory"]] and min(kept) > 0
+
+
+def test_a_step_is_not_captured(found: dict[str, Any]) -> None:
+    """Whether lr is a number or on the device."""
+    assert len(found["captured"]) == 2
+    assert all("the step of Muon's matrices waits for the device" in said for said in found["captured"])
