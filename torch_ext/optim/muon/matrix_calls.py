@@ -78,7 +78,8 @@ class MatrixCall:
             text = named(str(refusal).replace("grads[", "params["), names)
             if len(names) == 1:
                 raise RuntimeError(f"{names[0]}: {text}; its weights are as they were") from None
-            raise RuntimeError(f"{', '.join(names)}: {text}; their weights are as they were") from None
+            others = f"{len(names) - 1} others" if len(names) > 2 else names[1]
+            raise RuntimeError(f"{names[0]} and {others}: {text}; their weights are as they were") from None
 
 
 def calls_of(members: Iterable[MatrixMember]) -> list[MatrixCall]:

@@ -218,6 +218,8 @@ def _reserved(members: Sequence[MatrixMember], dtype: torch.dtype) -> _Memory:
     numel = _limited([m.numel for m in each], most)
     square = _limited([min(m.rows, m.columns) ** 2 for m in each], most)
     momentum = _limited(alone, constants.MUON_WINDOW)
+    # If all can be multiplied in place, the parts of a stack lie at equal distances: the matrices of a member begin at
+    # cache lines, as members do.
     copied = numel if replicated or not all(map(in_place, members)) else 0
     try:
         return _Memory(
