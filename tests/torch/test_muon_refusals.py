@@ -114,6 +114,32 @@ def test_memory_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     assert bits(params) == before
 
 
+def test_a_step_after_one_that_had_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step with more threads finds no memory; the next one has as many threads as the first."""
+    params = matrices([(64, 64), (64, 64)])
+    optimizer = torch_ext.Muon(zip("ab", params, strict=True), ns_dtype=torch.bfloat16)
+    threads, empty = torch.get_num_threads(), torch.empty
+
+    def none(*sizes: Any, **options: Any) -> Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    try:
+        torch.set_num_threads(1)
+        filled(params, 0)
+        optimizer.step()
+        before = bits(params)
+        torch.set_num_threads(2)
+        monkeypatch.setattr(torch, "empty", none)
+        with pytest.raises(MemoryError):
+            optimizer.step()
+        monkeypatch.setattr(torch, "empty", empty)
+        torch.set_num_threads(1)
+        optimizer.step()
+    finally:
+        torch.set_num_threads(threads)
+    assert bits(params) != before
+
+
 def test_sparse_and_differing_gradients_are_named() -> None:
     params = matrices([(8, 8)])
     optimizer = torch_ext.Muon(params, ns_dtype=F32)

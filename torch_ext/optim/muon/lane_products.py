@@ -18,7 +18,7 @@ from torch_ext.native import constants, ops
 from torch_ext.optim.muon import newton_schulz
 from torch_ext.optim.muon.matrix_forms import Matrix
 from torch_ext.optim.muon.matrix_member import MatrixMember, Part
-from torch_ext.optim.muon.product_memory import in_place, is_aligned, momentum_bytes, none_left, slot_bytes
+from torch_ext.optim.muon.product_memory import in_place, is_aligned, momentum_bytes, out_of_memory, slot_bytes
 from torch_ext.tensors import dense
 
 
@@ -56,6 +56,7 @@ class LaneProducts:
         if required == self._reserved_for:
             return
         self._memory.clear()
+        self._reserved_for = 0, []
         for dtype in dict.fromkeys(required[1]):
             self._memory[dtype] = _reserved([m for m in members if m.ns_dtype is dtype], dtype, threads)
         self._threads, self._reserved_for = threads, required
@@ -153,7 +154,7 @@ def _reserved(members: Sequence[MatrixMember], dtype: torch.dtype, threads: int)
         )
     except (RuntimeError, MemoryError):
         nbytes += sum((1 + copied) * numel + 4 * square for numel, square in sizes) * dtype.itemsize
-        raise none_left(members, nbytes, f"{len(sizes)} at a time") from None
+        raise out_of_memory(members, nbytes, f"{len(sizes)} at a time") from None
 
 
 def _size(matrices: Sequence[tuple[MatrixMember, Matrix]]) -> tuple[int, int]:

@@ -23,7 +23,7 @@ class MatrixCall:
     def momentum(self, grads: list[Tensor], scalars: StepScalars, into: list[Tensor]) -> None:
         """Updates the momentum of each parameter. Writes this rank's elements of the matrices to orthogonalise to
         `into`. Raises RuntimeError, naming the parameter, before anything is written."""
-        with self._named():
+        with self.named():
             ops.call_unversioned(
                 "muon_momentum_",
                 *(grads, self._stored("momentum_buffer"), self._stored("scales"), into, self._steps(), self._meta),
@@ -35,7 +35,7 @@ class MatrixCall:
         """Updates weights and masters, and increments the step counts. Raises as `momentum` does."""
         members = self.members
         outputs = zip(*(m.step_outputs() for m in members), strict=True)
-        with self._named():
+        with self.named():
             ops.call_unversioned(
                 "muon_update_",
                 *([m.weight for m in members], updates, self._stored(members[0].state.kinds.master)),
@@ -69,7 +69,7 @@ class MatrixCall:
         return torch.tensor(rows, dtype=torch.float64, device="cpu").reshape(-1, 2)
 
     @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
+    def named(self) -> Iterator[None]:
         """Context in which a RuntimeError gets the parameter's name."""
         try:
             yield

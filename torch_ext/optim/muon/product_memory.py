@@ -34,7 +34,7 @@ def is_aligned(momentum: Tensor, dtype: torch.dtype) -> bool:
     return momentum.dtype is dtype and momentum.data_ptr() % _CACHE_LINE == 0
 
 
-def none_left(members: Sequence[MatrixMember], nbytes: int, at_a_time: str) -> MemoryError:
+def out_of_memory(members: Sequence[MatrixMember], nbytes: int, at_a_time: str) -> MemoryError:
     """Returns the exception to raise where there is no memory for the products."""
     largest, widest = max(members, key=lambda m: m.largest.numel), max(members, key=lambda m: m.widest)
     return MemoryError(

@@ -71,8 +71,10 @@ class ShardedStep:
 
     def _compute_momentum(self, action: Action) -> None:
         member = self._exchange.members[action.param]
-        into = torch.empty(member.weight.numel(), dtype=member.transfer_dtype, device=member.device)
-        MatrixCall([member]).momentum([self._grads[member]], self._scalars, [into])
+        call = MatrixCall([member])
+        with call.named():
+            into = torch.empty(member.weight.numel(), dtype=member.transfer_dtype, device=member.device)
+        call.momentum([self._grads[member]], self._scalars, [into])
         self._momenta[member] = into
 
     def _gather(self, action: Action) -> None:

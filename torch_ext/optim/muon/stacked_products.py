@@ -24,7 +24,7 @@ from torch_ext.native import constants, library
 from torch_ext.optim.muon import newton_schulz
 from torch_ext.optim.muon.matrix_member import MatrixMember, Part
 from torch_ext.optim.muon.newton_schulz import Iteration, NonFiniteProducts, Workspace
-from torch_ext.optim.muon.product_memory import in_place, is_aligned, momentum_bytes, none_left, slot_bytes
+from torch_ext.optim.muon.product_memory import in_place, is_aligned, momentum_bytes, out_of_memory, slot_bytes
 
 
 class _Memory(NamedTuple):
@@ -192,15 +192,16 @@ def orthogonalised(stack: Tensor, iteration: Iteration, workspace: Workspace) ->
     squares = (s[: stack.numel() // (rows * columns) * n * n].view(*stack.shape[:-2], n, n) for s in workspace.squares)
     memory = [stack, workspace.other[: stack.numel()].view(stack.shape), *squares]
     norms = torch.linalg.vector_norm(stack, dim=(-2, -1), keepdim=True, dtype=torch.float32)
-    stack.mul_(norms.clamp_min(iteration.eps).reciprocal().float())
+    stack.mul_(norms.clamp_min(iteration.eps).reciprocal().float())  # fp32 already, unless a test has exact norms
     multiply = torch.addmm if stack.dim() == 2 else torch.baddbmm
-    # In fp32, since a number would be rounded to the dtype of the products first.
-    shift = torch.full((1,), iteration.coefficients[0], dtype=torch.float32, device=stack.device)
+    # Tensors in fp32, since a number would be rounded to the dtype of the products first.
+    numbers = {p.alpha for p in products.products if p.kind == constants.MUON_SHIFTED}
+    shifts = {alpha: torch.full((1,), alpha, dtype=torch.float32, device=stack.device) for alpha in numbers}
     for p in products.products:
         assert p.kind != constants.MUON_MIRRORED  # with a single panel no half has to be mirrored
         out = memory[p.out]
         if p.kind == constants.MUON_SHIFTED:
-            out.diagonal(dim1=-2, dim2=-1).add_(shift)
+            out.diagonal(dim1=-2, dim2=-1).add_(shifts[p.alpha])
             continue
         left, right = memory[p.left], memory[p.right]
         left, right = left.mT if p.left_transposed else left, right.mT if p.right_transposed else right
@@ -229,7 +230,7 @@ def _reserved(members: Sequence[MatrixMember], dtype: torch.dtype) -> _Memory:
         )
     except (RuntimeError, MemoryError):
         nbytes = momentum + (copied + numel + 4 * square) * dtype.itemsize
-        raise none_left(members, nbytes, "in stacks of matrices") from None
+        raise out_of_memory(members, nbytes, "in stacks of matrices") from None
 
 
 def _limited(sizes: Sequence[int], most: int) -> int:
