@@ -443,6 +443,7 @@ OFFLOADING: list[tuple[str, Callable[[], Any]]] = [
 
 ELSEWHERE = {
     "are on several devices": "needs two devices: tests/torch/test_cuda_step.py",
+    "the step of Muon's matrices waits for the device": "needs a GPU: tests/torch/test_muon_stacks.py",
     "there is no state yet, so every replay would create it again": "needs a GPU: tests/torch/test_cuda_step.py",
     "is sharded over the ranks": "tests/distributed/test_errors_page_ranks.py",
     "gradients with NaN or Inf before communication": "tests/distributed/test_errors_page_ranks.py",
